@@ -1,0 +1,24 @@
+"""EAGLE and EAGLE-2 speculative decoding in JAX: the target's own text, token for token, in fewer forward passes."""
+
+from eagle_jax.checkpoint import load_head, save_head
+from eagle_jax.config import HeadConfig, ModelConfig, SamplingConfig, TreeConfig
+from eagle_jax.convert import load_target
+from eagle_jax.generation import Chunk, Completion, generate, stream
+from eagle_jax.head import Head
+from eagle_jax.target import Target
+
+__all__ = [
+    "Chunk",
+    "Completion",
+    "Head",
+    "HeadConfig",
+    "ModelConfig",
+    "SamplingConfig",
+    "Target",
+    "TreeConfig",
+    "generate",
+    "load_head",
+    "load_target",
+    "save_head",
+    "stream",
+]

@@ -1,0 +1,167 @@
+"""Options as frozen, hashable, keyword-only dataclasses: what is static when a program is compiled.
+
+Each class refuses senseless values when it is made, so that a bad option is found before any model is loaded.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        _require(value > 0, f"{type(owner).__name__}.{name} is {value}; it must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama family, under Hugging Face's field names.
+
+    `num_key_value_heads=None` means one per attention head; `head_dim=None` means hidden_size / num_attention_heads.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        _require_positive(
+            self,
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
+        # Resolved here, so that two spellings of one model are equal and hash alike.
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        _require_positive(self, "num_key_value_heads", "head_dim")
+        _require(
+            self.num_attention_heads % self.kv_heads == 0,
+            f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads ({self.kv_heads}).",
+        )
+        _require(self.key_dim % 2 == 0, f"head_dim is {self.key_dim}; rotary embeddings need an even one.")
+
+    @property
+    def kv_heads(self) -> int:
+        assert self.num_key_value_heads is not None
+        return self.num_key_value_heads
+
+    @property
+    def key_dim(self) -> int:
+        assert self.head_dim is not None
+        return self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig(ModelConfig):
+    """An autoregression head: one decoder layer behind `fc`, which joins a token's embedding with a feature.
+
+    `draft_vocab_size=None` drafts over the target's whole vocabulary.
+    """
+
+    num_hidden_layers: int = 1
+    fc_bias: bool = False
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require(
+            self.num_hidden_layers == 1,
+            f"HeadConfig.num_hidden_layers is {self.num_hidden_layers}; an EAGLE head has 1 decoder layer.",
+        )
+        if self.draft_vocab_size is not None:
+            _require(
+                0 < self.draft_vocab_size <= self.vocab_size,
+                f"HeadConfig.draft_vocab_size is {self.draft_vocab_size}; it must be in 1..{self.vocab_size} (vocab_size).",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How a token is chosen from the target's logits, for one row. The defaults are greedy decoding."""
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+    min_p: float = 0.0  # 0 = off
+    repetition_penalty: float = 1.0  # 1 = off
+
+    def __post_init__(self):
+        temperature, top_p, min_p, penalty = self.temperature, self.top_p, self.min_p, self.repetition_penalty
+        _require(0 <= temperature < float("inf"), f"temperature is {temperature}; it must be 0 (greedy) or positive.")
+        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or positive.")
+        _require(0 < top_p <= 1, f"top_p is {top_p}; it must be above 0 and at most 1 (off).")
+        _require(0 <= min_p <= 1, f"min_p is {min_p}; it must be between 0 (off) and 1.")
+        _require(0 < penalty < float("inf"), f"repetition_penalty is {penalty}; it must be positive (1 is off).")
+
+
+Path = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """The shape of a draft tree.
+
+    kind: "dynamic" (EAGLE-2), "static" (EAGLE-1) or "chain".
+    nodes: capacity, the root included; 1 is plain decoding. A static tree has as many as its `choices` say.
+    depth: levels below the root.
+    top_k: frontier width and children of an expanded node, for a dynamic tree.
+    choices: the paths of a static tree; (0, 2) is the third-best child of the root's best child.
+      None is EAGLE-1's default of 26 nodes.
+    """
+
+    kind: Literal["dynamic", "static", "chain"] = "dynamic"
+    nodes: int = 60
+    depth: int = 6
+    top_k: int = 10
+    choices: tuple[Path, ...] | None = None
+
+    def __post_init__(self):
+        _require(
+            self.kind in ("dynamic", "static", "chain"),
+            f"TreeConfig.kind is {self.kind!r}; it must be 'dynamic', 'static' or 'chain'.",
+        )
+        _require_positive(self, "nodes", "depth", "top_k")
+        _require(
+            self.choices is None or self.kind == "static",
+            f"TreeConfig.choices shape a static tree, but kind is {self.kind!r}; leave choices out or set kind='static'.",
+        )
+        if self.choices is not None:
+            choices = tuple(tuple(path) for path in self.choices)
+            object.__setattr__(self, "choices", choices)
+            _check_choices(choices)
+
+
+def _check_choices(choices: tuple[Path, ...]) -> None:
+    seen = set()
+    for path in choices:
+        _require(len(path) > 0, "TreeConfig.choices holds an empty path; the root is there without being listed.")
+        _require(min(path) >= 0, f"TreeConfig.choices holds {path}, but a rank must not be negative.")
+        _require(path not in seen, f"TreeConfig.choices holds the node {path} twice; list each node once.")
+        seen.add(path)
+    for path in choices:
+        parent = path[:-1]
+        _require(
+            not parent or parent in seen,
+            f"TreeConfig.choices holds {path} without its parent {parent}; add the parent.",
+        )

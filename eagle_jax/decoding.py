@@ -1,0 +1,237 @@
+"""The decoding loop: prefill, then rounds of draft, verify, commit, as compiled functions from state to state.
+
+A round is one pure function; `run_rounds` repeats it on the device until every row has ended or a given number of
+rounds is done. That one program serves `generate` (no limit), `stream` (one round) and everything between.
+
+Positions. A row's tokens t_0 .. t_{n-1} are committed; t_{n-1} is the root. The target's cache holds n - 1 tokens, for
+the root has not been run. A node at level l has position n - 1 + l, and what is chosen there is token n + l.
+
+B batch rows, M capacity in tokens (and cache slots), N nodes, D levels, E hidden size, V vocabulary.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from eagle_jax import cache as kv
+from eagle_jax import layers, sampling, verify
+from eagle_jax.config import ModelConfig
+from eagle_jax.draft import Committed, Drafter
+from eagle_jax.tree import ancestor_mask
+
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # finish
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is static: the target's structure, the drafter, and which logits processors exist."""
+
+    target: nnx.GraphDef
+    config: ModelConfig
+    drafter: Drafter
+    processors: sampling.Processors
+
+
+class Params(NamedTuple):
+    target: nnx.State
+    drafter: Any
+
+
+class RowSettings(NamedTuple):
+    """What each row was asked for; traced, so rows may differ and new values compile nothing."""
+
+    sampling: sampling.SamplingParams
+    stop_ids: Array  # i32[B, X], tokens that end a row; -1 where there are fewer
+    limit: Array  # i32[B], most tokens to emit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """All that a row has come to."""
+
+    tokens: Array  # i32[B, M], emitted
+    logprobs: Array  # f32[B, M], of the emitted tokens
+    accepted: Array  # i32[B, M], accepted draft tokens of each round, before any cut
+    rounds: Array  # i32[B]
+    emitted: Array  # i32[B]
+    prompt_length: Array  # i32[B]
+    finish: Array  # i32[B], RUNNING, STOPPED or AT_LIMIT
+    cache: kv.KVCache  # the target's
+    draft: Any  # the drafter's state
+    last_feature: Array  # [B, E], of the prompt's last token
+    seen: Array | None  # bool[B, V], tokens of the row; kept for the repetition penalty only
+    keys: Array  # key[B]
+    settings: RowSettings
+
+
+@partial(jax.jit, static_argnames=("program", "capacity", "dtype"))
+def init_state(
+    params: Params,
+    settings: RowSettings,
+    keys: Array,
+    *,
+    program: Program,
+    capacity: int,
+    dtype: layers.Dtype,
+) -> DecodeState:
+    """A state for rows of up to `capacity` tokens, prompts not yet seen."""
+    config, batch = program.config, settings.limit.shape[0]
+    settings = jax.tree.map(jnp.asarray, settings)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    seen = jnp.zeros((batch, config.vocab_size), bool) if program.processors.repetition_penalty else None
+    return DecodeState(
+        tokens=jnp.zeros((batch, capacity), jnp.int32),
+        logprobs=jnp.zeros((batch, capacity), jnp.float32),
+        accepted=jnp.zeros((batch, capacity), jnp.int32),
+        rounds=zeros,
+        emitted=zeros,
+        prompt_length=zeros,
+        finish=jnp.full((batch,), RUNNING, jnp.int32),
+        cache=kv.empty(
+            layers=config.num_hidden_layers,
+            batch=batch,
+            capacity=capacity,
+            kv_heads=config.kv_heads,
+            key_dim=config.key_dim,
+            dtype=dtype,
+        ),
+        draft=program.drafter.init(params.drafter, batch, capacity),
+        last_feature=jnp.zeros((batch, config.hidden_size), dtype),
+        seen=seen,
+        keys=keys,
+        settings=settings,
+    )
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def prefill(
+    params: Params, state: DecodeState, tokens: Array, count: Array, pairs: Array, *, program: Program
+) -> DecodeState:
+    """Runs a chunk of the prompts through target and drafter.
+
+    Args:
+      state: donated.
+      tokens: i32[B, C + 1], a chunk and the token after it, padded at the end.
+      count: i32[B], how many of a prompt's tokens stand in the first C places; 0 for a prompt that has ended.
+      pairs: i32[B], how many of those have their successor in the prompt: all but its last token.
+    """
+    target = nnx.merge(program.target, params.target)
+    row, length = jnp.arange(tokens.shape[0]), tokens.shape[1] - 1
+    place = jnp.arange(length)
+    features, rows = target(
+        tokens[:, :-1], state.cache.length[:, None] + place, layers.causal_mask(length), state.cache
+    )
+    last = features[row, jnp.maximum(count - 1, 0)]
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[row[:, None], jnp.where(place < count[:, None], tokens[:, :-1], seen.shape[1])].set(
+            True, mode="drop"
+        )
+    return dataclasses.replace(
+        state,
+        cache=kv.commit(state.cache, rows, count),
+        draft=program.drafter.prefill(params.drafter, state.draft, Committed(features, tokens[:, 1:], pairs)),
+        prompt_length=state.prompt_length + count,
+        last_feature=jnp.where((count > 0)[:, None], last, state.last_feature),
+        seen=seen,
+    )
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def first_token(params: Params, state: DecodeState, *, program: Program) -> DecodeState:
+    """Draws the token after the prompt, the first root, from the prefill's last feature."""
+    target = nnx.merge(program.target, params.target)
+    logits = target.logits(state.last_feature)
+    token = _choose(program, state, logits, state.prompt_length, state.seen)
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)
+    return _emit(program, params, state, token[:, None], logprob, jnp.ones_like(token), state.last_feature[:, None])
+
+
+def run_round(params: Params, state: DecodeState, *, program: Program) -> DecodeState:
+    """Draft, verify, cut, commit. Rows that have ended stay as they are."""
+    drafter, target = program.drafter, nnx.merge(program.target, params.target)
+    row, running = jnp.arange(state.emitted.shape[0]), state.finish == RUNNING
+    root = state.tokens[row, jnp.maximum(state.emitted - 1, 0)]
+    tree, draft = drafter.propose(params.drafter, state.draft, root)
+
+    position = state.cache.length  # of the root
+    features, rows = target(
+        tree.tokens, position[:, None] + tree.depths, ancestor_mask(tree.parents, drafter.depth), state.cache
+    )
+
+    def choose(logits: Array, level: Array, seen: Array | None) -> Array:
+        return _choose(program, state, logits, position + level + 1, seen)
+
+    accepted = verify.walk(tree, target.logits(features), choose, drafter.depth, state.seen)
+    round_index = jnp.where(running, state.rounds, state.accepted.shape[1])
+    state = dataclasses.replace(
+        state,
+        draft=draft,
+        accepted=state.accepted.at[row, round_index].set(accepted.count - 1, mode="drop"),
+        rounds=state.rounds + running,
+    )
+    path_features = jnp.take_along_axis(features, accepted.path[:, :, None], axis=1)
+    count = jnp.where(running, accepted.count, 0)
+    before = state.emitted
+    state = _emit(program, params, state, accepted.tokens, accepted.logprobs, count, path_features)
+    cache = kv.commit(state.cache, rows, state.emitted - before, accepted.path)
+    return dataclasses.replace(state, cache=cache)
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def run_rounds(params: Params, state: DecodeState, limit: Array, *, program: Program) -> DecodeState:
+    """Runs rounds until every row has ended, at most `limit` i32[] of them. `state` is donated."""
+
+    def unfinished(carry: tuple[Array, DecodeState]) -> Array:
+        done, state = carry
+        return (done < limit) & jnp.any(state.finish == RUNNING)
+
+    def step(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        done, state = carry
+        return done + 1, run_round(params, state, program=program)
+
+    return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def _choose(program: Program, state: DecodeState, logits: Array, index: Array, seen: Array | None) -> Array:
+    return sampling.choose(logits, state.settings.sampling, program.processors, state.keys, index, seen)
+
+
+def _emit(
+    program: Program,
+    params: Params,
+    state: DecodeState,
+    tokens: Array,  # i32[B, R]
+    logprobs: Array,  # f32[B, R]
+    count: Array,  # i32[B]
+    features: Array,  # [B, R, E], of the tokens before them
+) -> DecodeState:
+    """Cuts new tokens at a stop id or at the row's limit, writes them, and tells the drafter."""
+    row, place = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1])
+    stops = jnp.any(tokens[:, :, None] == state.settings.stop_ids[:, None, :], axis=-1) & (place < count[:, None])
+    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, count)
+    count = jnp.minimum(until_stop, jnp.maximum(state.settings.limit - state.emitted, 0))
+    emitted = state.emitted + count
+
+    # A stop id that the limit cuts off was never emitted.
+    stopped = jnp.any(stops & (place < count[:, None]), axis=1)
+    ended = jnp.where(stopped, STOPPED, jnp.where(emitted >= state.settings.limit, AT_LIMIT, RUNNING))
+    slots = jnp.where(place < count[:, None], state.emitted[:, None] + place, state.tokens.shape[1])
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[row, jnp.where(place < count[:, None], tokens, seen.shape[1])].set(True, mode="drop")
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[row, slots].set(tokens, mode="drop"),
+        logprobs=state.logprobs.at[row, slots].set(logprobs, mode="drop"),
+        emitted=emitted,
+        finish=jnp.where(state.finish == RUNNING, ended, state.finish),
+        draft=program.drafter.observe(params.drafter, state.draft, Committed(features, tokens, count)),
+        seen=seen,
+    )

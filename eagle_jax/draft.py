@@ -1,0 +1,406 @@
+"""Drafters: whoever fills the tree. EAGLE's head in three shapes, dynamic (EAGLE-2), static (EAGLE-1) and chain.
+
+A drafter sees each token the target has committed together with its true feature, and proposes a `Tree` below the last
+one. Verification and the decoding loop know nothing else about it.
+
+B batch rows, N nodes, D levels, K frontier width and children per expanded node, E hidden size, W draft vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from eagle_jax import cache as kv
+from eagle_jax import layers
+from eagle_jax.config import ModelConfig, Path, TreeConfig
+from eagle_jax.head import FrozenEnds, Head
+from eagle_jax.target import lm_logits
+from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
+
+# The default tree of EAGLE-1's published code: 25 nodes below the root, 5 levels.
+EAGLE1_CHOICES: tuple[Path, ...] = (
+    *((0,), (1,), (2,), (3,)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
+
+
+class Committed(NamedTuple):
+    """Tokens the target has run, its features for them, and the token that follows each."""
+
+    features: Array  # [B, R, E]
+    next_tokens: Array  # i32[B, R], the shifted tokens
+    count: Array  # i32[B], how many of the R are there
+
+
+class Drafter(Protocol):
+    """Static and hashable; parameters and state are passed in and out.
+
+    A prompt comes in chunks (`prefill`), a round's tokens at its end (`observe`); `propose` drafts below `root`.
+    """
+
+    @property
+    def nodes(self) -> int:
+        """N, the nodes of every tree it proposes."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """D, the levels below the root."""
+        ...
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        """A state for rows of up to `capacity` tokens that has seen none."""
+        ...
+
+    def prefill(self, params: Any, state: Any, chunk: Committed) -> Any:
+        """Takes in a chunk of the prompt."""
+        ...
+
+    def propose(self, params: Any, state: Any, root: Array) -> tuple[Tree, Any]:
+        """Drafts a tree below `root` i32[B], the last committed token."""
+        ...
+
+    def observe(self, params: Any, state: Any, committed: Committed) -> Any:
+        """Takes in what the round committed, at most D + 1 tokens; the first call comes with the prompt's last token."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoDraft:
+    """Plain decoding: a root and nothing below it."""
+
+    nodes: int = 1
+    depth: int = 0
+
+    def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
+        return ()
+
+    def prefill(self, params: Any, state: tuple[()], chunk: Committed) -> tuple[()]:
+        return state
+
+    def propose(self, params: Any, state: tuple[()], root: Array) -> tuple[Tree, tuple[()]]:
+        return root_only(root), state
+
+    def observe(self, params: Any, state: tuple[()], committed: Committed) -> tuple[()]:
+        return state
+
+
+# --- Trees from a step function ---------------------------------------------------------------------------------------
+
+
+class Frontier(NamedTuple):
+    """Nodes about to be run through the draft model."""
+
+    tokens: Array  # i32[B, K]
+    features: Array  # [B, K, E], the predicted feature at each node's parent
+    depth: int  # the nodes' level, 1 below the root
+    ancestors: Array  # bool[B, K, R], over all nodes run so far, these included; R grows by K a level
+
+
+# Runs frontier nodes: (carry, frontier) -> (carry, log-probabilities f32[B, K, W], features [B, K, E]).
+StepFn = Callable[[Any, Frontier], tuple[Any, Array, Array]]
+
+
+class Start(NamedTuple):
+    """What the draft model says at the root."""
+
+    log_probs: Array  # f32[B, W], of the root's children
+    feature: Array  # [B, E], predicted at the root
+
+
+def dynamic_nodes(config: TreeConfig, vocab_size: int) -> int:
+    """N of a dynamic tree: as asked for, but no more than the pool of candidates holds."""
+    width = min(config.top_k, vocab_size)
+    return min(config.nodes, 1 + width + (config.depth - 1) * width * width)
+
+
+def draft_dynamic(
+    step: StepFn, carry: Any, start: Start, root: Array, token_ids: Callable[[Array], Array], config: TreeConfig
+) -> Tree:
+    """EAGLE-2's tree (section 4): expand the best nodes level by level, then rerank all candidates.
+
+    Args:
+      step: runs K nodes of one level.
+      carry: what `step` hands on from level to level.
+      start: the draft model's word at the root.
+      root: i32[B].
+      token_ids: maps draft-vocabulary indices to token ids.
+      config: a "dynamic" tree.
+    """
+    batch, vocab_size = start.log_probs.shape
+    width = min(config.top_k, vocab_size)
+    rows = jnp.arange(batch)[:, None]
+
+    # Every candidate ever scored stays in the pool; a parent is its index there.
+    scores, best = jax.lax.top_k(start.log_probs, width)  # [B, K]
+    tokens = token_ids(best)
+    pool = [(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
+    frontier_index = jnp.broadcast_to(jnp.arange(width), (batch, width))
+    features = jnp.broadcast_to(start.feature[:, None], (batch, width, start.feature.shape[-1]))
+    ancestors = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+    filled = width
+
+    for depth in range(1, config.depth):
+        carry, log_probs, features = step(carry, Frontier(tokens, features, depth, ancestors))
+        child_scores, best = jax.lax.top_k(log_probs, width)  # [B, K, K]
+        child_scores = (child_scores + scores[:, :, None]).reshape(batch, -1)
+        child_tokens = token_ids(best).reshape(batch, -1)
+        parents = jnp.repeat(frontier_index, width, axis=1)
+        pool.append((child_tokens, parents, jnp.full_like(parents, depth + 1), child_scores))
+        if depth + 1 == config.depth:
+            break
+        # Next frontier: the K candidates of this level with the best paths (section 4.1).
+        scores, chosen = jax.lax.top_k(child_scores, width)
+        tokens = child_tokens[rows, chosen]
+        parent = chosen // width
+        frontier_index = filled + chosen
+        features = features[rows, parent]
+        ancestors = jnp.concatenate(
+            [ancestors[rows, parent], jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))], axis=-1
+        )
+        filled += width * width
+
+    return _rerank(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)), nodes=config.nodes)
+
+
+def _rerank(root: Array, tokens: Array, parents: Array, depths: Array, scores: Array, *, nodes: int) -> Tree:
+    """Keeps the N - 1 candidates with the best paths (section 4.2), arrays [B, pool].
+
+    Scores never rise down the tree, and on ties `top_k` takes the lower index, which a parent has. So what is kept is
+    closed under parents, and in ascending order of index parents come first.
+    """
+    batch, size = tokens.shape
+    kept = min(nodes - 1, size)
+    index = jnp.sort(jax.lax.top_k(scores, kept)[1], axis=1)  # [B, kept]
+    rows = jnp.arange(batch)[:, None]
+    node = jnp.zeros((batch, size), jnp.int32).at[rows, index].set(jnp.arange(1, kept + 1, dtype=jnp.int32))
+    parent = parents[rows, index]
+    new_parents = jnp.where(parent == NO_PARENT, ROOT, node[rows, jnp.maximum(parent, 0)])
+    return _below(root, tokens[rows, index], new_parents, depths[rows, index], scores[rows, index])
+
+
+def _below(root: Array, tokens: Array, parents: Array, depths: Array, scores: Array) -> Tree:
+    """A tree from a root i32[B] and the nodes below it [B, N - 1]."""
+    first = root_only(root)
+    columns = {"tokens": tokens, "parents": parents, "depths": depths, "log_scores": scores}
+    return Tree(
+        **{
+            name: jnp.concatenate([getattr(first, name), column.astype(getattr(first, name).dtype)], axis=1)
+            for name, column in columns.items()
+        }
+    )
+
+
+class StaticLevel(NamedTuple):
+    """One level of a tree whose shape is known beforehand, as indices on the host."""
+
+    parents: tuple[int, ...]  # for each node: the node it hangs on, counted over the whole tree
+    expanded: tuple[int, ...]  # for each node: its parent's place among the nodes run at the level above
+    ranks: tuple[int, ...]  # for each node: which of its parent's best tokens it carries
+    inner: tuple[int, ...]  # the places in this level of nodes that have children
+
+
+def static_levels(choices: tuple[Path, ...]) -> list[StaticLevel]:
+    """A list of paths, level by level, in lexical order."""
+    ordered = sorted(choices, key=lambda path: (len(path), path))
+    index = {(): ROOT} | {path: i for i, path in enumerate(ordered, start=1)}
+    with_children = {path[:-1] for path in ordered}
+    levels, above = [], [()]
+    for depth in range(1, max(map(len, ordered)) + 1):
+        level = [path for path in ordered if len(path) == depth]
+        levels.append(
+            StaticLevel(
+                parents=tuple(index[path[:-1]] for path in level),
+                expanded=tuple(above.index(path[:-1]) for path in level),
+                ranks=tuple(path[-1] for path in level),
+                inner=tuple(i for i, path in enumerate(level) if path in with_children),
+            )
+        )
+        above = [path for path in level if path in with_children]
+    return levels
+
+
+def draft_static(
+    step: StepFn,
+    carry: Any,
+    start: Start,
+    root: Array,
+    token_ids: Callable[[Array], Array],
+    choices: tuple[Path, ...],
+) -> Tree:
+    """EAGLE-1's tree (section 3.1): its shape is given, the draft model fills in the tokens. A chain is one of these.
+
+    Arguments are those of `draft_dynamic`; `choices` are the paths, none of them with a rank at or over W.
+    """
+    batch = root.shape[0]
+    levels = static_levels(choices)
+    log_probs, features = start.log_probs[:, None], start.feature[:, None]  # of the nodes run last
+    path_scores = jnp.zeros((batch, 1), jnp.float32)
+    ancestors = jnp.zeros((batch, 1, 0), bool)
+    columns = []
+    for depth, level in enumerate(levels, start=1):
+        expanded, ranks = np.asarray(level.expanded), np.asarray(level.ranks)
+        best_scores, best = jax.lax.top_k(log_probs, max(level.ranks) + 1)
+        tokens = token_ids(best)[:, expanded, ranks]
+        scores = best_scores[:, expanded, ranks] + path_scores[:, expanded]
+        shape = (batch, len(ranks))
+        columns.append(
+            (tokens, jnp.broadcast_to(np.asarray(level.parents), shape), jnp.full(shape, depth), scores)
+        )
+        if not level.inner:
+            break
+        inner = np.asarray(level.inner)
+        width, parent = len(inner), expanded[inner]
+        itself = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        ancestors = jnp.concatenate([ancestors[:, parent], itself], axis=-1)
+        path_scores = scores[:, inner]
+        frontier = Frontier(tokens[:, inner], features[:, parent], depth, ancestors)
+        carry, log_probs, features = step(carry, frontier)
+    return _below(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*columns, strict=True)))
+
+
+def static_choices(config: TreeConfig, vocab_size: int) -> tuple[Path, ...]:
+    """The paths of a "static" or "chain" tree; ranks that the vocabulary does not have are left out."""
+    if config.kind == "chain":
+        return tuple((0,) * depth for depth in range(1, min(config.depth, config.nodes - 1) + 1))
+    choices = EAGLE1_CHOICES if config.choices is None else config.choices
+    return tuple(path for path in choices if max(path) < vocab_size)
+
+
+# --- EAGLE's head as a drafter ----------------------------------------------------------------------------------------
+
+
+class HeadParams(NamedTuple):
+    """What the head drafts with."""
+
+    head: nnx.State
+    ends: FrozenEnds
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftState:
+    """The head's memory of committed tokens, and the pairs it must still take in."""
+
+    cache: kv.KVCache  # one layer
+    pending: Committed  # the last round's true features and shifted tokens, [B, D + 1, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadDrafter:
+    """EAGLE's autoregression head behind one of the three tree shapes.
+
+    Its guesses of a round are thrown away with the round: the next one starts from the target's true features. (Keys
+    of drafted rows left in the cache cost acceptance.)
+    """
+
+    graphdef: nnx.GraphDef
+    config: ModelConfig
+    tree: TreeConfig
+    draft_vocab_size: int
+
+    @property
+    def nodes(self) -> int:
+        if self.tree.kind == "dynamic":
+            return dynamic_nodes(self.tree, self.draft_vocab_size)
+        return 1 + len(static_choices(self.tree, self.draft_vocab_size))
+
+    @property
+    def depth(self) -> int:
+        if self.tree.kind == "dynamic":
+            return self.tree.depth
+        return max(map(len, static_choices(self.tree, self.draft_vocab_size)))
+
+    def init(self, params: HeadParams, batch: int, capacity: int) -> DraftState:
+        dtype = params.ends.embedding.dtype
+        cache = kv.empty(
+            layers=1,
+            batch=batch,
+            capacity=capacity,
+            kv_heads=self.config.kv_heads,
+            key_dim=self.config.key_dim,
+            dtype=dtype,
+        )
+        pending = Committed(
+            features=jnp.zeros((batch, self.depth + 1, self.config.hidden_size), dtype),
+            next_tokens=jnp.zeros((batch, self.depth + 1), jnp.int32),
+            count=jnp.zeros((batch,), jnp.int32),
+        )
+        return DraftState(cache=cache, pending=pending)
+
+    def prefill(self, params: HeadParams, state: DraftState, chunk: Committed) -> DraftState:
+        _, cache = self._extend(params, state.cache, chunk)
+        return dataclasses.replace(state, cache=cache)
+
+    def observe(self, params: HeadParams, state: DraftState, committed: Committed) -> DraftState:
+        room, given = self.depth + 1, committed.next_tokens.shape[1]
+        fill = ((0, 0), (0, room - given))
+        pending = Committed(
+            features=jnp.pad(committed.features, (*fill, (0, 0))),
+            next_tokens=jnp.pad(committed.next_tokens, fill),
+            count=committed.count,
+        )
+        return dataclasses.replace(state, pending=pending)
+
+    def propose(self, params: HeadParams, state: DraftState, root: Array) -> tuple[Tree, DraftState]:
+        predicted, cache = self._extend(params, state.cache, state.pending)
+        last = jnp.maximum(state.pending.count - 1, 0)
+        feature = jnp.take_along_axis(predicted, last[:, None, None], axis=1)[:, 0]
+        start = Start(self._log_probs(params, feature), feature)
+        step = self._step(params, cache)
+        if self.tree.kind == "dynamic":
+            tree = draft_dynamic(step, None, start, root, params.ends.token_ids, self.tree)
+        else:
+            choices = static_choices(self.tree, self.draft_vocab_size)
+            tree = draft_static(step, None, start, root, params.ends.token_ids, choices)
+        return tree, dataclasses.replace(state, cache=cache)
+
+    def _extend(self, params: HeadParams, cache: kv.KVCache, pairs: Committed) -> tuple[Array, kv.KVCache]:
+        """Takes in true pairs: predicted features [B, R, E], and the cache with their rows."""
+        length = pairs.next_tokens.shape[1]
+        positions = cache.length[:, None] + jnp.arange(length)
+        predicted, rows = nnx.merge(self.graphdef, params.head)(
+            params.ends.embedding[pairs.next_tokens], pairs.features, positions, layers.causal_mask(length), cache
+        )
+        return predicted, kv.commit(cache, rows, pairs.count)
+
+    def _step(self, params: HeadParams, cache: kv.KVCache) -> StepFn:
+        """Runs a frontier over the committed pairs and the rows of earlier levels, which are the carry."""
+
+        def step(carry: kv.Rows | None, frontier: Frontier) -> tuple[kv.Rows, Array, Array]:
+            # The pair of a node at level l stands l - 1 places after the last committed one's successor.
+            positions = cache.length[:, None] + frontier.depth - 1
+            features, rows = nnx.merge(self.graphdef, params.head)(
+                params.ends.embedding[frontier.tokens],
+                frontier.features,
+                positions,
+                frontier.ancestors,
+                cache,
+                carry,
+            )
+            if carry is not None:
+                rows = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), carry, rows)
+            return rows, self._log_probs(params, features), features
+
+        return step
+
+    def _log_probs(self, params: HeadParams, features: Array) -> Array:
+        return jax.nn.log_softmax(lm_logits(features, params.ends.lm_head), axis=-1)
+
+
+def bind_head(head: Head, tree: TreeConfig) -> tuple[HeadDrafter, HeadParams]:
+    """A head behind a tree's shape: what is static, and what it drafts with."""
+    graphdef, params = nnx.split(head.model)
+    drafter = HeadDrafter(
+        graphdef=graphdef, config=head.config, tree=tree, draft_vocab_size=head.ends.lm_head.shape[0]
+    )
+    return drafter, HeadParams(params, head.ends)

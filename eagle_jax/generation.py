@@ -1,0 +1,316 @@
+"""Text in, text out: `generate` and `stream` over the compiled decoding loop.
+
+The host prepares (tokenizes, pads to length buckets, checks every option before anything runs), the device decodes,
+the host reads the result once at the end, or after each round for a stream.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from eagle_jax import decoding, draft, embedded
+from eagle_jax import sampling as sampling_rows
+from eagle_jax.config import SamplingConfig, TreeConfig
+from eagle_jax.head import Head
+from eagle_jax.target import Target
+
+Chat = Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Chat
+
+CHUNK = 512  # longest piece of a prompt that runs at once
+SMALLEST_BUCKET = 32
+UNBOUNDED = np.iinfo(np.int32).max
+
+
+class BindsDrafter(Protocol):
+    """A drafting method with its weights, for use in place of a head."""
+
+    def bind(self, target: Target, tree: TreeConfig) -> tuple[draft.Drafter, Any]:
+        """The static drafter and its parameters (a pytree)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What one prompt came to."""
+
+    token_ids: list[int]  # the token that ended it included
+    text: str  # without the token that ended it; "" where the target has no tokenizer
+    logprobs: list[float]  # the target's raw log-softmax of each id, before any processor
+    finish_reason: str  # "stop" or "length"
+    rounds: int  # target forwards after the prefill
+    accepted: list[int]  # accepted draft tokens of each round; the last round's may have been cut
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round: accepted draft tokens + 1 (the bonus token), on average; NaN at 0 rounds."""
+        return sum(self.accepted) / self.rounds + 1 if self.rounds else math.nan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one round added to a streamed text."""
+
+    text: str  # whole characters only
+    token_ids: list[int]
+    accepted: int | None  # the round's accepted draft tokens; None for the prefill's token
+    finish_reason: str | None  # None until the last chunk
+
+
+def generate(
+    target: Target,
+    head: Head | BindsDrafter | None,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),  # noqa: B008 (frozen)
+    tree: TreeConfig = TreeConfig(),  # noqa: B008 (frozen)
+    seed: int | Sequence[int] = 0,
+    max_length: int | None = None,
+) -> Completion | list[Completion]:
+    """Decodes prompts; the text is the target's own, whatever drafts.
+
+    Args:
+      target: the model whose text is wanted.
+      head: drafts tokens for the target to check; None decodes plainly, one token a forward.
+      prompts: a string, a flat list of token ids, a chat (list of {"role", "content"}, through the model's template),
+        or a list of any of these.
+      max_new_tokens: most tokens to emit for each prompt; 0 is allowed.
+      sampling: one for all rows, or one a row; the default is greedy.
+      tree: the shape of the draft tree; `nodes=1` is plain decoding.
+      seed: an int (row i draws from fold_in(key(seed), i)), or one a row (as if each were alone under its seed).
+      max_length: most tokens of prompt and completion together; None is the model's limit.
+
+    Returns:
+      A `Completion` for one prompt, a list of them for a list.
+
+    Raises:
+      ValueError: an option out of range, an empty prompt, or one at or over the limit.
+    """
+    single = _is_single(prompts)
+    job = _prepare(target, head, [prompts] if single else prompts, max_new_tokens, sampling, tree, seed, max_length)
+    state = job.run_rounds(job.start(), UNBOUNDED)
+    completions = job.completions(state)
+    return completions[0] if single else completions
+
+
+def stream(
+    target: Target,
+    head: Head | BindsDrafter | None,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
+    tree: TreeConfig = TreeConfig(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    max_length: int | None = None,
+) -> Iterator[Chunk]:
+    """Decodes one prompt and yields what each round commits, the first token first. Options are `generate`'s.
+
+    A character whose bytes are spread over tokens is held back until it is whole, so that the chunks' texts join to
+    the completion's.
+    """
+    if not _is_single(prompt):
+        raise ValueError(f"stream takes one prompt, but {len(prompt)} were given; use generate for several.")
+    job = _prepare(target, head, [prompt], max_new_tokens, sampling, tree, seed, max_length)
+    return _stream(job)
+
+
+def _stream(job: "_Job") -> Iterator[Chunk]:
+    state = job.start()
+    shown, text = 0, ""
+    while True:
+        done = job.completions(state)[0]
+        running = int(np.asarray(state.finish)[0]) == decoding.RUNNING
+        whole = done.text.rstrip("\N{REPLACEMENT CHARACTER}") if running else done.text
+        yield Chunk(
+            text=whole[len(text) :],
+            token_ids=done.token_ids[shown:],
+            accepted=done.accepted[-1] if done.accepted else None,
+            finish_reason=None if running else done.finish_reason,
+        )
+        if not running:
+            return
+        shown, text = len(done.token_ids), max(text, whole, key=len)
+        state = job.run_rounds(state, 1)
+
+
+# --- Host side --------------------------------------------------------------------------------------------------------
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence) and not isinstance(prompts, np.ndarray):
+        raise ValueError(
+            f"A prompt is a string, a list of token ids or a chat, or a list of these; got a {type(prompts).__name__}."
+        )
+    return len(prompts) == 0 or isinstance(prompts[0], (int, np.integer, dict))
+
+
+def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt, with exactly one BOS where the model uses one.
+
+    Raises:
+      ValueError: the prompt is empty, holds an id outside the vocabulary, or needs a tokenizer that is not there.
+    """
+    if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], dict)):
+        tokenizer = target.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"The target {target.name} has no tokenizer; give prompts as lists of token ids.")
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        # A template may have written BOS already.
+        bos = tokenizer.bos_token
+        already = bos is not None and prompt.startswith(bos)
+        ids = tokenizer(prompt, add_special_tokens=not already)["input_ids"] if prompt else []
+    else:
+        ids = [int(token) for token in prompt]
+    if not ids:
+        raise ValueError("The prompt is empty; give at least one token.")
+    vocab_size = target.config.vocab_size
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"The prompt holds token id {outside[0]}, but the vocabulary has {vocab_size} tokens.")
+    return ids
+
+
+def length_bucket(length: int) -> int:
+    """Prompts are padded to powers of two up to CHUNK tokens and to whole chunks beyond."""
+    if length > CHUNK:
+        return -(-length // CHUNK) * CHUNK
+    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def capacity_for(prompt_bucket: int, max_new_tokens: int, limit: int) -> int:
+    """Slots for a row: a power of two that holds prompt and completion, but no more than the limit asks for."""
+    wanted = 1 << (prompt_bucket + max_new_tokens - 1).bit_length()
+    return min(wanted, -(-limit // SMALLEST_BUCKET) * SMALLEST_BUCKET)
+
+
+def use_compile_cache() -> None:
+    """Keeps compiled programs in the user's cache, unless the user has chosen a place or switched it off."""
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(embedded.cache_directory() / "compiled"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Prompts that have been checked, and the programs to run them with."""
+
+    target: Target
+    program: decoding.Program
+    params: decoding.Params
+    prompts: list[list[int]]
+    settings: decoding.RowSettings
+    keys: jax.Array
+    capacity: int
+
+    def start(self) -> decoding.DecodeState:
+        """Prefill and first token."""
+        state = decoding.init_state(
+            self.params,
+            self.settings,
+            self.keys,
+            program=self.program,
+            capacity=self.capacity,
+            dtype=self.target.dtype,
+        )
+        longest = max(map(len, self.prompts))
+        width = min(length_bucket(longest), CHUNK)
+        for begin in range(0, longest, width):
+            tokens = np.zeros((len(self.prompts), width + 1), np.int32)
+            for row, prompt in enumerate(self.prompts):
+                piece = prompt[begin : begin + width + 1]
+                tokens[row, : len(piece)] = piece
+            left = np.asarray([len(prompt) - begin for prompt in self.prompts])
+            count, pairs = (np.clip(n, 0, width).astype(np.int32) for n in (left, left - 1))
+            state = decoding.prefill(self.params, state, *jax.device_put((tokens, count, pairs)), program=self.program)
+        return decoding.first_token(self.params, state, program=self.program)
+
+    def run_rounds(self, state: decoding.DecodeState, limit: int) -> decoding.DecodeState:
+        return decoding.run_rounds(self.params, state, jax.device_put(np.int32(limit)), program=self.program)
+
+    def completions(self, state: decoding.DecodeState) -> list[Completion]:
+        fields = ("tokens", "logprobs", "accepted", "rounds", "emitted", "finish")
+        host = jax.device_get({name: getattr(state, name) for name in fields})
+        return [self._completion(*values) for values in zip(*(host[name] for name in fields), strict=True)]
+
+    def _completion(self, tokens, logprobs, accepted, rounds, emitted, finish) -> Completion:
+        ids = tokens[:emitted].tolist()
+        stopped = int(finish) == decoding.STOPPED
+        tokenizer = self.target.tokenizer
+        return Completion(
+            token_ids=ids,
+            text=tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=True) if tokenizer else "",
+            logprobs=logprobs[:emitted].tolist(),
+            finish_reason="stop" if stopped else "length",
+            rounds=int(rounds),
+            accepted=accepted[:rounds].tolist(),
+        )
+
+
+def _prepare(
+    target: Target,
+    head: Head | BindsDrafter | None,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    sampling_configs: SamplingConfig | Sequence[SamplingConfig],
+    tree: TreeConfig,
+    seed: int | Sequence[int],
+    max_length: int | None,
+) -> _Job:
+    """Checks all options, then lays prompts and settings out as rows."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative.")
+    if max_length is not None and max_length <= 0:
+        raise ValueError(f"max_length is {max_length}; it must be at least 1.")
+    rows = len(prompts)
+    configs = [sampling_configs] * rows if isinstance(sampling_configs, SamplingConfig) else list(sampling_configs)
+    for name, given in (("sampling", len(configs)), ("seed", rows if isinstance(seed, int) else len(seed))):
+        if given != rows:
+            raise ValueError(f"{name} is a list of {given}, but there are {rows} prompts; give one for each.")
+    limit = min(target.config.max_position_embeddings, max_length or UNBOUNDED)
+    encoded = [encode_prompt(target, prompt) for prompt in prompts]
+    for ids in encoded:
+        if len(ids) >= limit:
+            raise ValueError(f"The prompt has {len(ids)} tokens, but the limit is {limit}; shorten it.")
+
+    use_compile_cache()
+    drafter, drafter_params = bind(target, head, tree)
+    graphdef, params = nnx.split(target.model)
+    stop_ids = np.asarray(target.eos_token_ids or (-1,), np.int32)
+    room = np.asarray([limit - len(ids) for ids in encoded])
+    return _Job(
+        target=target,
+        program=decoding.Program(
+            target=graphdef,
+            config=target.config,
+            drafter=drafter,
+            processors=sampling_rows.processors_for(configs),
+        ),
+        params=decoding.Params(params, drafter_params),
+        prompts=encoded,
+        settings=decoding.RowSettings(
+            sampling=sampling_rows.params_for(configs, target.config.vocab_size),
+            stop_ids=np.tile(stop_ids, (rows, 1)),
+            limit=np.minimum(room, max_new_tokens).astype(np.int32),
+        ),
+        keys=sampling_rows.row_keys(seed, rows),
+        capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),
+    )
+
+
+def bind(target: Target, head: Head | BindsDrafter | None, tree: TreeConfig) -> tuple[draft.Drafter, Any]:
+    """The drafter for a head and a tree, and its parameters."""
+    if head is None or tree.nodes == 1:
+        return draft.NoDraft(), ()
+    if not isinstance(head, Head):
+        return head.bind(target, tree)
+    drafter, params = draft.bind_head(head, tree)
+    return (drafter, params) if drafter.nodes > 1 else (draft.NoDraft(), ())

@@ -1,0 +1,96 @@
+"""EAGLE's autoregression head: the next feature from the current feature and the next token (EAGLE section 3.1).
+
+Pair i is (feature f_i, token t_{i+1}); the head maps it to a guess of f_{i+1}, which the target's frozen LM head turns
+into a distribution over t_{i+2}. The shifted token tells the head which of the possible continuations was taken; that
+is what makes the regression target unique.
+
+The head owns `fc` and one decoder layer. Embedding and LM head are the target's and are handed in, never stored.
+
+B batch rows, T block tokens, E hidden size, V vocabulary, W draft vocabulary.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from eagle_jax import cache as kv
+from eagle_jax import layers
+from eagle_jax.config import HeadConfig, ModelConfig
+from eagle_jax.target import Target
+
+
+class HeadModel(nnx.Module):
+    """`fc` and a decoder layer without its input norm; parameters bear the published names."""
+
+    def __init__(self, config: HeadConfig, *, dtype: layers.Dtype = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        hidden = config.hidden_size
+        self.fc = layers.linear(2 * hidden, hidden, bias=config.fc_bias, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([layers.Block(config, input_norm=False, dtype=dtype, rngs=rngs)])
+
+    def __call__(
+        self,
+        embeddings: Array,  # [B, T, E] of the shifted tokens
+        features: Array,  # [B, T, E]
+        positions: Array,  # i32[B or 1, T]
+        block_mask: Array,  # bool[B or 1, T, U]
+        prefix: kv.KVCache | None = None,
+        earlier: kv.Rows | None = None,
+    ) -> tuple[Array, kv.Rows]:
+        """Predicted next features [B, T, E], and the block's keys and values."""
+        x = self.fc(jnp.concatenate([embeddings, features], axis=-1))  # the published weights' order
+        return layers.run_blocks(self.layers, self.config, x, positions, block_mask, prefix, earlier)
+
+
+class FrozenEnds(NamedTuple):
+    """What the head borrows of the target."""
+
+    embedding: Array  # [V, E]
+    lm_head: Array  # [W, E]: the rows of the draft vocabulary, or all V
+    vocabulary: Array | None  # i32[W], the draft vocabulary's token ids; None where W = V
+
+    def token_ids(self, indices: Array) -> Array:
+        """Draft-vocabulary indices to token ids."""
+        return indices if self.vocabulary is None else self.vocabulary[indices]
+
+
+def frozen_ends(target: Target, vocabulary: np.ndarray | None = None) -> FrozenEnds:
+    """The target's embedding and the LM head's rows for a draft vocabulary (None: all, without a copy)."""
+    embedding, matrix = target.model.embed_tokens.embedding[...], target.model.lm_matrix()
+    if vocabulary is None:
+        return FrozenEnds(embedding, matrix, None)
+    ids = jnp.asarray(vocabulary, jnp.int32)
+    return FrozenEnds(embedding, matrix[ids], ids)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """A head bound to the target it drafts for."""
+
+    config: HeadConfig
+    model: HeadModel
+    ends: FrozenEnds
+
+    @classmethod
+    def random(
+        cls, target: Target, seed: int = 0, vocabulary: np.ndarray | None = None, dtype: layers.Dtype | None = None
+    ) -> "Head":
+        """A head with random weights, shaped after its target.
+
+        Args:
+          vocabulary: i32[W], ascending token ids that the head drafts; None for all.
+          dtype: of the parameters; None is the target's.
+        """
+        config = config_for(target.config, vocabulary)
+        model = HeadModel(config, dtype=target.dtype if dtype is None else dtype, rngs=nnx.Rngs(seed))
+        return cls(config=config, model=model, ends=frozen_ends(target, vocabulary))
+
+
+def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> HeadConfig:
+    """A head's configuration after its target's: one layer of the same shape."""
+    fields = dataclasses.asdict(target) | {"num_hidden_layers": 1}
+    return HeadConfig(**fields, draft_vocab_size=None if vocabulary is None else len(vocabulary))

@@ -1,0 +1,101 @@
+"""EAGLE's training loss (section 3.2): where the next feature lies, and which token it stands for.
+
+Pair j = (f_j, t_{j+1}) predicts f_{j+1}, whose LM-head distribution is over t_{j+2}. So pair j carries loss only if the
+assistant wrote both t_{j+1} and t_{j+2}.
+
+B batch rows, T tokens, P pairs (= T - 1), E hidden size, W draft vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from eagle_jax.layers import precision_for
+
+
+class LossSums(NamedTuple):
+    """Sums over unmasked pairs, not means: batches, chunks and devices add up, and one division ends it."""
+
+    regression: Array  # f32[], smooth L1
+    cross_entropy: Array  # f32[]
+    top1: Array  # f32[], pairs whose best token is the target's best
+    top3: Array  # f32[], pairs whose three best hold it
+    count: Array  # f32[], unmasked pairs
+
+
+def pair_mask(assistant: Array) -> Array:
+    """bool[B, P] from bool[B, T]: whether pair j carries loss."""
+    return jnp.pad(assistant[:, 1:-1] & assistant[:, 2:], ((0, 0), (0, 1)))
+
+
+def smooth_l1(predicted: Array, wanted: Array) -> Array:
+    """Huber's loss with threshold 1, averaged over the features' last axis: f32[...] from [..., E]."""
+    error = jnp.abs(predicted.astype(jnp.float32) - wanted.astype(jnp.float32))
+    return jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
+
+
+def loss_sums(predicted: Array, wanted: Array, mask: Array, lm_head: Array, *, chunk: int = 1024) -> LossSums:
+    """The two losses of predicted features, summed over unmasked pairs.
+
+    Args:
+      predicted: [B, P, E], the head's features.
+      wanted: [B, P, E], the target's features one token on; no gradient flows into them.
+      mask: bool[B, P].
+      lm_head: [W, E], rows of the frozen LM head; the distributions are over these tokens.
+      chunk: pairs whose logits exist at once, so that [B, P, W] never does.
+    """
+    size = predicted.shape[-1]
+    padding = -mask.size % chunk
+
+    def chunks(x: Array, *tail: int) -> Array:
+        return jnp.pad(x.reshape(-1, *tail), ((0, padding),) + ((0, 0),) * len(tail)).reshape(-1, chunk, *tail)
+
+    parts = chunks(predicted, size), chunks(wanted, size), chunks(mask.astype(jnp.float32))
+    regression = jnp.sum(smooth_l1(parts[0], jax.lax.stop_gradient(parts[1])) * parts[2])
+    cross_entropy, top1, top3 = _distill(*parts, lm_head)
+    return LossSums(regression, cross_entropy, top1, top3, jnp.sum(parts[2]))
+
+
+def _distill_chunk(
+    predicted: Array, wanted: Array, weight: Array, lm_head: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    def logits(features: Array) -> Array:
+        return jnp.einsum(
+            "pe,we->pw", features, lm_head, precision=precision_for(lm_head.dtype), preferred_element_type=jnp.float32
+        )
+
+    teacher, student = logits(wanted), logits(predicted)
+    entropy = -jnp.sum(jax.nn.softmax(teacher) * jax.nn.log_softmax(student), axis=-1)
+    own = jnp.take_along_axis(student, jnp.argmax(teacher, axis=-1)[:, None], axis=-1)
+    above = jnp.sum(student > own, axis=-1)  # how many tokens the head prefers to the target's best
+    hits = jnp.sum((above < 1) * weight), jnp.sum((above < 3) * weight)
+    return jnp.sum(entropy * weight), hits
+
+
+@jax.custom_vjp
+def _distill(predicted: Array, wanted: Array, weight: Array, lm_head: Array) -> tuple[Array, Array, Array]:
+    """Cross-entropy and hits over chunks [C, chunk, E]; see `_distill_forward` for why it has its own gradient."""
+    return _distill_forward(predicted, wanted, weight, lm_head)[0]
+
+
+def _distill_forward(
+    predicted: Array, wanted: Array, weight: Array, lm_head: Array
+) -> tuple[tuple[Array, Array, Array], Array]:
+    # The gradient of a sum of cross-entropies is known as soon as the chunk's logits are, up to one factor. Taking it
+    # at once means three products with the LM head a chunk, where rematerialisation in the backward pass takes five.
+    def step(_: None, part: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, ...]]:
+        (entropy, hits), gradient = jax.value_and_grad(_distill_chunk, has_aux=True)(*part, lm_head)
+        return None, (entropy, *hits, gradient)
+
+    _, (*sums, gradient) = jax.lax.scan(step, None, (predicted, wanted, weight))
+    entropy, top1, top3 = (jnp.sum(x) for x in sums)
+    return (entropy, top1, top3), gradient
+
+
+def _distill_backward(gradient: Array, cotangents: tuple[Array, Array, Array]) -> tuple[Array, None, None, None]:
+    return (gradient * cotangents[0]).astype(gradient.dtype), None, None, None
+
+
+_distill.defvjp(_distill_forward, _distill_backward)

@@ -1,0 +1,132 @@
+"""How a token is chosen from logits: processors, then one argmax over logits + temperature * Gumbel noise.
+
+The noise depends on (row key, absolute token index) only. So a row's text depends on its seed, not on how many tokens
+a round tests, and greedy decoding is the case of temperature 0 (the Gumbel-max trick; EAGLE's claim of losslessness,
+section 3.3, becomes equality token for token).
+
+B batch rows, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from eagle_jax.config import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processors:
+    """Which processors a compiled program holds; their values are traced, so a new value compiles nothing."""
+
+    noise: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    repetition_penalty: bool = False
+
+
+class SamplingParams(NamedTuple):
+    """Each row's settings."""
+
+    temperature: Array  # f32[B]
+    top_k: Array  # i32[B], vocabulary size where off
+    top_p: Array  # f32[B]
+    min_p: Array  # f32[B]
+    repetition_penalty: Array  # f32[B]
+
+
+def processors_for(rows: Sequence[SamplingConfig]) -> Processors:
+    """The processors that at least one row needs. Greedy rows need none but the penalty: no filter drops the best."""
+    drawn = [row for row in rows if row.temperature > 0]
+    return Processors(
+        noise=bool(drawn),
+        top_k=any(row.top_k > 0 for row in drawn),
+        top_p=any(row.top_p < 1 for row in drawn),
+        min_p=any(row.min_p > 0 for row in drawn),
+        repetition_penalty=any(row.repetition_penalty != 1 for row in rows),
+    )
+
+
+def params_for(rows: Sequence[SamplingConfig], vocab_size: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=np.asarray([row.temperature for row in rows], np.float32),
+        top_k=np.asarray([min(row.top_k, vocab_size) or vocab_size for row in rows], np.int32),
+        top_p=np.asarray([row.top_p for row in rows], np.float32),
+        min_p=np.asarray([row.min_p for row in rows], np.float32),
+        repetition_penalty=np.asarray([row.repetition_penalty for row in rows], np.float32),
+    )
+
+
+def penalize(logits: Array, seen: Array, penalty: Array) -> Array:
+    """Divides positive and multiplies negative logits of seen tokens by the penalty (CTRL, arXiv 1909.05858, 4.1).
+
+    Args:
+      logits: f32[B, V].
+      seen: bool[B, V].
+      penalty: f32[B].
+    """
+    weaker = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
+    return jnp.where(seen, weaker, logits)
+
+
+def keep_mask(logits: Array, params: SamplingParams, processors: Processors) -> Array:
+    """Which tokens top-k, top-p and min-p leave, in Hugging Face's order; at least the best one, bool[B, V].
+
+    Tokens that tie with the last one kept are kept too.
+    """
+    # Relative to the best logit, so that a tiny temperature gives -inf for the others and never a NaN.
+    warm = (params.temperature > 0)[:, None]
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(warm, params.temperature[:, None], 1.0)
+    keep = jnp.ones(logits.shape, bool)
+    if processors.top_k or processors.top_p:
+        ordered = -jnp.sort(-scaled, axis=-1)
+        kept = jnp.arange(logits.shape[-1]) < params.top_k[:, None]  # ranks, best first
+        if processors.top_p:
+            probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            # The best token stays whatever top_p is; with top_p = 1 rounding must not cut the tail.
+            enough = (before >= params.top_p[:, None]) & (params.top_p < 1)[:, None]
+            kept &= ~enough.at[:, 0].set(False)
+        last = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        keep &= scaled >= last
+    if processors.min_p:
+        # p >= min_p * p_best; the factor that top-k and top-p renormalise by stands on both sides.
+        keep &= scaled >= jnp.log(params.min_p)[:, None]
+    return keep | ~warm
+
+
+def gumbel_noise(keys: Array, index: Array, vocab_size: int) -> Array:
+    """The noise for the token at absolute `index` i32[B] of each row: f32[B, V], a function of (row key, index)."""
+    return jax.vmap(lambda key, i: jax.random.gumbel(jax.random.fold_in(key, i), (vocab_size,)))(keys, index)
+
+
+def choose(
+    logits: Array,  # f32[B, V], raw
+    params: SamplingParams,
+    processors: Processors,
+    keys: Array,  # key[B]
+    index: Array,  # i32[B], the absolute index of the token to be chosen
+    seen: Array | None = None,  # bool[B, V], tokens of the row so far; needed by the repetition penalty
+) -> Array:  # i32[B]
+    """Chooses each row's next token: argmax of processed logits + temperature * noise."""
+    if processors.repetition_penalty:
+        assert seen is not None
+        logits = penalize(logits, seen, params.repetition_penalty)
+    if processors.noise:
+        keep = keep_mask(logits, params, processors)
+        noise = params.temperature[:, None] * gumbel_noise(keys, index, logits.shape[-1])
+        logits = jnp.where(keep, logits + noise, -jnp.inf)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def row_keys(seed: int | Sequence[int], rows: int) -> Array:
+    """key[B]. An int: row i uses fold_in(key(seed), i). A list: row i uses fold_in(key(seed_i), 0), as if alone."""
+    if isinstance(seed, int):
+        key = jax.random.key(seed)
+        return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
+    return jnp.stack([jax.random.fold_in(jax.random.key(one), 0) for one in seed])

@@ -1,0 +1,99 @@
+"""The target: the language model whose text is wanted, as token ids -> features and features -> logits.
+
+A *feature* is the vector the LM head is applied to: the last hidden state after the final norm. (EAGLE section 3.1
+says "second-to-top layer"; the published heads were trained on this one.)
+
+B batch rows, T block tokens, E hidden size, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from eagle_jax import cache as kv
+from eagle_jax import layers
+from eagle_jax.config import ModelConfig
+
+
+class TargetModel(nnx.Module):
+    """A decoder of the Llama family."""
+
+    def __init__(self, config: ModelConfig, *, dtype: layers.Dtype = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = token_matrix(config, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([layers.Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = layers.rms_norm(config, dtype=dtype, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else token_matrix(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Array,  # i32[B, T]
+        positions: Array,  # i32[B or 1, T]
+        block_mask: Array,  # bool[B or 1, T, T]
+        prefix: kv.KVCache | None = None,
+    ) -> tuple[Array, kv.Rows]:
+        """Features [B, T, E] of a block of tokens, and the block's keys and values."""
+        x = self.embed_tokens(tokens)
+        x, rows = layers.run_blocks(self.layers, self.config, x, positions, block_mask, prefix, earlier=None)
+        return self.norm(x), rows
+
+    def logits(self, features: Array) -> Array:
+        """f32[..., V] from features [..., E]."""
+        return lm_logits(features, self.lm_matrix())
+
+    def lm_matrix(self) -> Array:
+        """The LM head as [V, E]; the embedding itself where the two are tied."""
+        return (self.embed_tokens if self.lm_head is None else self.lm_head).embedding[...]
+
+
+def token_matrix(config: ModelConfig, *, dtype: layers.Dtype, rngs: nnx.Rngs) -> nnx.Embed:
+    """A [V, E] matrix with a row for each token: the embedding, or an LM head of its own."""
+    return nnx.Embed(
+        config.vocab_size,
+        config.hidden_size,
+        dtype=dtype,
+        param_dtype=dtype,
+        embedding_init=nnx.initializers.normal(0.02),
+        rngs=rngs,
+    )
+
+
+def lm_logits(features: Array, matrix: Array) -> Array:
+    """f32[..., V] from features [..., E] and an LM head [V, E]."""
+    return jnp.einsum(
+        "...e,ve->...v",
+        features,
+        matrix,
+        precision=layers.precision_for(matrix.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A target with what is needed to decode text: its tokenizer (or None) and the tokens that end a text."""
+
+    config: ModelConfig
+    model: TargetModel
+    tokenizer: Any = None  # transformers' PreTrainedTokenizerFast
+    eos_token_ids: tuple[int, ...] = ()
+    name: str = "random"
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        dtype: layers.Dtype = jnp.float32,
+    ) -> "Target":
+        """A target with random weights, for experiments and tests."""
+        model = TargetModel(config, dtype=dtype, rngs=nnx.Rngs(seed))
+        return cls(config=config, model=model, eos_token_ids=tuple(eos_token_ids))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.model.embed_tokens.embedding[...].dtype

@@ -1,0 +1,47 @@
+"""Tokenizers and chat templates out of a GGUF file's metadata.
+
+transformers reads these too, but only with PyTorch installed; the pieces themselves need none.
+"""
+
+from pathlib import Path
+
+import gguf
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that mark structure, never text
+
+
+def tokenizer_from_gguf(reader: gguf.GGUFReader, path: Path) -> PreTrainedTokenizerFast:
+    """The byte-level BPE tokenizer a GGUF file describes, with its chat template."""
+
+    def value(key: str, default: object = None) -> object:
+        field = reader.get_field(f"tokenizer.{key}")
+        return default if field is None else field.contents()
+
+    model, splitter = value("ggml.model"), value("ggml.pre")
+    if (model, splitter) != ("gpt2", "smollm"):
+        raise ValueError(f"{path} has a tokenizer of type {model!r} / {splitter!r}; supported: 'gpt2' / 'smollm'.")
+    tokens, kinds = value("ggml.tokens"), value("ggml.token_type")
+    merges = [tuple(merge.split(" ", 1)) for merge in value("ggml.merges", ())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+
+    def token(key: str) -> str | None:
+        index = value(f"ggml.{key}_token_id")
+        return None if index is None else tokens[index]
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=token("bos"),
+        eos_token=token("eos"),
+        unk_token=token("unknown"),
+        pad_token=token("padding"),
+        chat_template=value("chat_template"),
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,71 @@
+"""Verification: the target's choice at each node leads down the tree until no child carries it.
+
+For a tree that does not depend on the noise at a node, "draw y from the target's distribution; if a child carries y go
+there, else emit y" has the same law as accepting each child by recursive rejection against a point mass (SpecInfer,
+arXiv 2305.09781, section 4.3). So one walk serves greedy and sampled decoding.
+
+B batch rows, N nodes, D levels, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from eagle_jax.tree import ROOT, Tree, child_with
+
+
+class Accepted(NamedTuple):
+    """What the target agreed to: nodes of the tree, and the tokens chosen at them."""
+
+    path: Array  # i32[B, D + 1], node indices; path[:, 0] = ROOT
+    tokens: Array  # i32[B, D + 1], the choice at each node of the path; the last one of `count` is the bonus token
+    logprobs: Array  # f32[B, D + 1], the target's raw log-probability of each choice
+    count: Array  # i32[B], accepted draft tokens + 1
+
+
+# (logits f32[B, V], level i32[], seen) -> tokens i32[B]; `seen` is bool[B, V], or None where nothing asks for it.
+ChooseFn = Callable[[Array, Array, Array | None], Array]
+
+
+def walk(tree: Tree, logits: Array, choose: ChooseFn, depth: int, seen: Array | None = None) -> Accepted:
+    """Walks from the root to the first choice that no child carries.
+
+    Args:
+      tree: the draft.
+      logits: f32[B, N, V], the target's at each node.
+      choose: the target's choice at one node a row.
+      depth: D.
+      seen: bool[B, V], the tokens of each row up to its root; the walk adds what it passes.
+
+    Only the nodes walked over are chosen at, and the walk ends when its longest row does.
+    """
+    batch = tree.tokens.shape[0]
+    row = jnp.arange(batch)
+    empty = jnp.zeros((batch, depth + 1), jnp.int32)
+
+    def unfinished(carry: tuple) -> Array:
+        level, walking, *_ = carry
+        return (level <= depth) & jnp.any(walking)
+
+    def step(carry: tuple) -> tuple:
+        level, walking, node, seen, accepted = carry
+        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]  # [B, V]
+        token = choose(here, level, seen)
+        logprob = here[row, token] - jax.nn.logsumexp(here, axis=-1)
+        accepted = Accepted(
+            path=accepted.path.at[:, level].set(node),
+            tokens=accepted.tokens.at[:, level].set(token),
+            logprobs=accepted.logprobs.at[:, level].set(logprob),
+            count=accepted.count + walking,
+        )
+        child, found = child_with(tree, node, token)
+        if seen is not None:
+            seen = seen.at[row, token].set(True)
+        return level + 1, walking & found, child, seen, accepted
+
+    nothing = Accepted(empty, empty, jnp.zeros(empty.shape, jnp.float32), jnp.zeros((batch,), jnp.int32))
+    start = (jnp.zeros((), jnp.int32), jnp.ones((batch,), bool), jnp.full((batch,), ROOT, jnp.int32), seen, nothing)
+    return jax.lax.while_loop(unfinished, step, start)[-1]
