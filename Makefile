@@ -5,11 +5,13 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 INSTALLED_TEST := .venv/installed-test
 
-.PHONY: demo test lint types clean
+.PHONY: demo model test lint types clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m eagle_jax.embedded
 	$(BIN)/python decode/demo.py
+
+model: $(INSTALLED)
+	$(BIN)/python -c "import sys; from eagle_jax.embedded import main; sys.exit(main([]))"
 
 test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest
@@ -22,10 +24,10 @@ types: $(INSTALLED_TEST)
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip last of all: an interrupted `venv` leaves an interpreter without it.
+# Not the interpreter: `venv` makes that first and pip last, so that pip stands for a whole environment.
 $(BIN)/pip:
 	$(PYTHON) -m venv .venv
 

@@ -82,13 +82,15 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
     config = _config_from(fields, directory, has_bias="fc.bias" in tensors, vocabulary=vocabulary)
     _check_fit(config, target, directory)
     dtype = target.dtype if dtype is None else dtype
-    model = build(
-        lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0)), HEAD_TABLE, tensors, tensors.__getitem__, str(directory)
-    )
+    source = f"the head in {directory}"
+    make = lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0))  # noqa: E731
+    model = build(make, HEAD_TABLE, tensors, tensors.__getitem__, source)
     return Head(config=config, model=model, ends=frozen_ends(target, vocabulary))
 
 
-def _config_from(fields: dict[str, Any], directory: Path, *, has_bias: bool, vocabulary: np.ndarray | None) -> HeadConfig:
+def _config_from(
+    fields: dict[str, Any], directory: Path, *, has_bias: bool, vocabulary: np.ndarray | None
+) -> HeadConfig:
     # What the weights say goes before what the configuration says: published ones disagree about `bias`.
     known = {field.name for field in dataclasses.fields(HeadConfig)}
     chosen = {key: value for key, value in fields.items() if key in known}
@@ -96,7 +98,7 @@ def _config_from(fields: dict[str, Any], directory: Path, *, has_bias: bool, voc
     try:
         return HeadConfig(**chosen)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{directory / CONFIG} does not describe a head ({error}); fetch or train it again.") from error
+        raise ValueError(f"{directory / CONFIG} describes no head ({error}); fetch or train it again.") from error
 
 
 def _check_fit(config: HeadConfig, target: Target, directory: Path) -> None:

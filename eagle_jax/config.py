@@ -57,7 +57,8 @@ class ModelConfig:
         _require_positive(self, "num_key_value_heads", "head_dim")
         _require(
             self.num_attention_heads % self.kv_heads == 0,
-            f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads ({self.kv_heads}).",
+            f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads, "
+            f"which is {self.kv_heads}.",
         )
         _require(self.key_dim % 2 == 0, f"head_dim is {self.key_dim}; rotary embeddings need an even one.")
 
@@ -92,7 +93,8 @@ class HeadConfig(ModelConfig):
         if self.draft_vocab_size is not None:
             _require(
                 0 < self.draft_vocab_size <= self.vocab_size,
-                f"HeadConfig.draft_vocab_size is {self.draft_vocab_size}; it must be in 1..{self.vocab_size} (vocab_size).",
+                f"HeadConfig.draft_vocab_size is {self.draft_vocab_size}; it must be between 1 and vocab_size, "
+                f"which is {self.vocab_size}.",
             )
 
 
@@ -144,7 +146,7 @@ class TreeConfig:
         _require_positive(self, "nodes", "depth", "top_k")
         _require(
             self.choices is None or self.kind == "static",
-            f"TreeConfig.choices shape a static tree, but kind is {self.kind!r}; leave choices out or set kind='static'.",
+            f"TreeConfig.choices shape a static tree, but kind is {self.kind!r}; leave them out or set kind='static'.",
         )
         if self.choices is not None:
             choices = tuple(tuple(path) for path in self.choices)

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+
+from eagle_jax.training import Batch
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
@@ -23,14 +26,6 @@ class Row(NamedTuple):
 
     tokens: np.ndarray  # i32[T]
     assistant: np.ndarray  # bool[T], whether the assistant wrote the token
-
-
-class Batch(NamedTuple):
-    """What one training step takes in; padding stands at the end of rows and is nobody's."""
-
-    tokens: np.ndarray  # i32[B, T]
-    assistant: np.ndarray  # bool[B, T]
-    features: np.ndarray  # [B, T, E]
 
 
 def read_conversations(path: str | Path) -> list[list[Message]]:
@@ -143,7 +138,7 @@ class FeatureRows:
             tokens[place, :count] = row.tokens
             assistant[place, :count] = row.assistant
             features[place, :count] = self.features[start : start + count]
-        return Batch(tokens, assistant, features)
+        return Batch(*map(jnp.asarray, (tokens, assistant, features)))
 
 
 def row_offsets(rows: Sequence[Row]) -> np.ndarray:
@@ -169,7 +164,9 @@ def epoch_plan(lengths: Sequence[int], *, tokens_per_batch: int, bucket: int, se
     return [plans[i] for i in rng.permutation(len(plans))]
 
 
-def plan_from(lengths: Sequence[int], *, step: int, tokens_per_batch: int, bucket: int, seed: int) -> Iterator[BatchPlan]:
+def plan_from(
+    lengths: Sequence[int], *, step: int, tokens_per_batch: int, bucket: int, seed: int
+) -> Iterator[BatchPlan]:
     """The endless sequence of batches from optimizer step `step` on."""
     epoch = 0
     while True:

@@ -20,7 +20,7 @@ from eagle_jax import cache as kv
 from eagle_jax import layers
 from eagle_jax.config import ModelConfig, Path, TreeConfig
 from eagle_jax.head import FrozenEnds, Head
-from eagle_jax.target import lm_logits
+from eagle_jax.numerics import lm_logits
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
 
 # The default tree of EAGLE-1's published code: 25 nodes below the root, 5 levels.
@@ -70,7 +70,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, params: Any, state: Any, committed: Committed) -> Any:
-        """Takes in what the round committed, at most D + 1 tokens; the first call comes with the prompt's last token."""
+        """Takes in what a round committed, at most D + 1 tokens; at first the prompt's last token alone."""
         ...
 
 
@@ -214,7 +214,8 @@ def static_levels(choices: tuple[Path, ...]) -> list[StaticLevel]:
     ordered = sorted(choices, key=lambda path: (len(path), path))
     index = {(): ROOT} | {path: i for i, path in enumerate(ordered, start=1)}
     with_children = {path[:-1] for path in ordered}
-    levels, above = [], [()]
+    levels: list[StaticLevel] = []
+    above: list[Path] = [()]
     for depth in range(1, max(map(len, ordered)) + 1):
         level = [path for path in ordered if len(path) == depth]
         levels.append(
@@ -253,9 +254,7 @@ def draft_static(
         tokens = token_ids(best)[:, expanded, ranks]
         scores = best_scores[:, expanded, ranks] + path_scores[:, expanded]
         shape = (batch, len(ranks))
-        columns.append(
-            (tokens, jnp.broadcast_to(np.asarray(level.parents), shape), jnp.full(shape, depth), scores)
-        )
+        columns.append((tokens, jnp.broadcast_to(np.asarray(level.parents), shape), jnp.full(shape, depth), scores))
         if not level.inner:
             break
         inner = np.asarray(level.inner)
@@ -400,7 +399,5 @@ class HeadDrafter:
 def bind_head(head: Head, tree: TreeConfig) -> tuple[HeadDrafter, HeadParams]:
     """A head behind a tree's shape: what is static, and what it drafts with."""
     graphdef, params = nnx.split(head.model)
-    drafter = HeadDrafter(
-        graphdef=graphdef, config=head.config, tree=tree, draft_vocab_size=head.ends.lm_head.shape[0]
-    )
+    drafter = HeadDrafter(graphdef=graphdef, config=head.config, tree=tree, draft_vocab_size=head.ends.lm_head.shape[0])
     return drafter, HeadParams(params, head.ends)

@@ -18,6 +18,8 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from eagle_jax.paths import cache_directory
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddedModel:
@@ -45,17 +47,6 @@ EMBEDDED: dict[str, EmbeddedModel] = {
 
 _WORK_PREFIX = "fetching-"
 _ABANDONED_AFTER = 24 * 3600  # seconds
-
-
-def cache_directory() -> Path:
-    """Where fetched models are kept: $EAGLE_JAX_CACHE, else $XDG_CACHE_HOME/eagle_jax, else ~/.cache/eagle_jax."""
-    if chosen := os.environ.get("EAGLE_JAX_CACHE"):
-        path = Path(chosen)
-    elif caches := os.environ.get("XDG_CACHE_HOME"):
-        path = Path(caches, "eagle_jax")
-    else:
-        path = Path("~/.cache/eagle_jax")
-    return path.expanduser().absolute()
 
 
 def model_path(name: str) -> Path:
@@ -186,7 +177,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

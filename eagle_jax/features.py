@@ -55,8 +55,9 @@ def load_or_make(
     if (directory / "manifest.json").exists():
         found = json.loads((directory / "manifest.json").read_text())
         if found != manifest:
-            different = ", ".join(f"{key} {found.get(key)!r} != {manifest[key]!r}" for key in manifest if found.get(key) != manifest[key])
-            raise ValueError(f"{directory} holds features made otherwise ({different}); give another directory.")
+            differing = [key for key in manifest if found.get(key) != manifest[key]]
+            pairs = ", ".join(f"{key} is {found.get(key)!r}, needed is {manifest[key]!r}" for key in differing)
+            raise ValueError(f"{directory} holds other features ({pairs}); give another directory.")
     else:
         directory.mkdir(parents=True, exist_ok=True)
         _make(directory / "features.npy", target, rows, offsets, tokens_per_batch, progress)

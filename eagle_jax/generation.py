@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from eagle_jax import decoding, draft, embedded
+from eagle_jax import decoding, draft
 from eagle_jax import sampling as sampling_rows
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.head import Head
+from eagle_jax.paths import cache_directory
 from eagle_jax.target import Target
 
 Chat = Sequence[dict[str, str]]
@@ -68,8 +70,8 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int = 128,
-    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),  # noqa: B008 (frozen)
-    tree: TreeConfig = TreeConfig(),  # noqa: B008 (frozen)
+    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),
+    tree: TreeConfig = TreeConfig(),
     seed: int | Sequence[int] = 0,
     max_length: int | None = None,
 ) -> Completion | list[Completion]:
@@ -93,7 +95,8 @@ def generate(
       ValueError: an option out of range, an empty prompt, or one at or over the limit.
     """
     single = _is_single(prompts)
-    job = _prepare(target, head, [prompts] if single else prompts, max_new_tokens, sampling, tree, seed, max_length)
+    rows: Any = [prompts] if single else prompts
+    job = _prepare(target, head, rows, max_new_tokens, sampling, tree, seed, max_length)
     state = job.run_rounds(job.start(), UNBOUNDED)
     completions = job.completions(state)
     return completions[0] if single else completions
@@ -105,8 +108,8 @@ def stream(
     prompt: Prompt,
     *,
     max_new_tokens: int = 128,
-    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
-    tree: TreeConfig = TreeConfig(),  # noqa: B008 (frozen)
+    sampling: SamplingConfig = SamplingConfig(),
+    tree: TreeConfig = TreeConfig(),
     seed: int = 0,
     max_length: int | None = None,
 ) -> Iterator[Chunk]:
@@ -153,22 +156,26 @@ def _is_single(prompts: Any) -> bool:
     return len(prompts) == 0 or isinstance(prompts[0], (int, np.integer, dict))
 
 
-def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], dict))
+
+
+def encode_prompt(target: Target, prompt: Any) -> list[int]:
     """Token ids of a prompt, with exactly one BOS where the model uses one.
 
     Raises:
       ValueError: the prompt is empty, holds an id outside the vocabulary, or needs a tokenizer that is not there.
     """
-    if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], dict)):
+    if _is_text(prompt):
         tokenizer = target.tokenizer
         if tokenizer is None:
             raise ValueError(f"The target {target.name} has no tokenizer; give prompts as lists of token ids.")
+        text = prompt
         if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         # A template may have written BOS already.
-        bos = tokenizer.bos_token
-        already = bos is not None and prompt.startswith(bos)
-        ids = tokenizer(prompt, add_special_tokens=not already)["input_ids"] if prompt else []
+        already = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        ids = tokenizer(text, add_special_tokens=not already)["input_ids"] if text else []
     else:
         ids = [int(token) for token in prompt]
     if not ids:
@@ -195,8 +202,9 @@ def capacity_for(prompt_bucket: int, max_new_tokens: int, limit: int) -> int:
 
 def use_compile_cache() -> None:
     """Keeps compiled programs in the user's cache, unless the user has chosen a place or switched it off."""
-    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(embedded.cache_directory() / "compiled"))
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is None and config.jax_enable_compilation_cache:
+        config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +266,7 @@ class _Job:
 def _prepare(
     target: Target,
     head: Head | BindsDrafter | None,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Any],
     max_new_tokens: int,
     sampling_configs: SamplingConfig | Sequence[SamplingConfig],
     tree: TreeConfig,
@@ -284,7 +292,7 @@ def _prepare(
     use_compile_cache()
     drafter, drafter_params = bind(target, head, tree)
     graphdef, params = nnx.split(target.model)
-    stop_ids = np.asarray(target.eos_token_ids or (-1,), np.int32)
+    stop_ids = jnp.asarray(target.eos_token_ids or (-1,), jnp.int32)
     room = np.asarray([limit - len(ids) for ids in encoded])
     return _Job(
         target=target,
@@ -298,8 +306,8 @@ def _prepare(
         prompts=encoded,
         settings=decoding.RowSettings(
             sampling=sampling_rows.params_for(configs, target.config.vocab_size),
-            stop_ids=np.tile(stop_ids, (rows, 1)),
-            limit=np.minimum(room, max_new_tokens).astype(np.int32),
+            stop_ids=jnp.tile(stop_ids, (rows, 1)),
+            limit=jnp.asarray(np.minimum(room, max_new_tokens), jnp.int32),
         ),
         keys=sampling_rows.row_keys(seed, rows),
         capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),

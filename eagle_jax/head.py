@@ -92,5 +92,7 @@ class Head:
 
 def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> HeadConfig:
     """A head's configuration after its target's: one layer of the same shape."""
-    fields = dataclasses.asdict(target) | {"num_hidden_layers": 1}
-    return HeadConfig(**fields, draft_vocab_size=None if vocabulary is None else len(vocabulary))
+    fields = dataclasses.asdict(target)
+    fields["num_hidden_layers"] = 1
+    fields["draft_vocab_size"] = None if vocabulary is None else len(vocabulary)
+    return HeadConfig(**fields)

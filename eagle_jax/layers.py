@@ -15,13 +15,9 @@ from jax import Array
 
 from eagle_jax import cache as kv
 from eagle_jax.config import ModelConfig
+from eagle_jax.numerics import precision_for
 
 Dtype = jax.typing.DTypeLike
-
-
-def precision_for(dtype: Dtype) -> jax.lax.Precision | None:
-    """TPUs and recent GPUs round float32 operands to fewer bits unless told otherwise; float32 here means float32."""
-    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def linear(inputs: int, outputs: int, *, bias: bool, dtype: Dtype, rngs: nnx.Rngs) -> nnx.Linear:
@@ -76,9 +72,7 @@ def attend(
     grouped = queries.reshape(batch, tokens, kv_heads, heads // kv_heads, dim) * dim**-0.5
 
     def score(keys: Array, mask: Array) -> Array:
-        scores = jnp.einsum(
-            "btkgh,bskh->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32
-        )
+        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
         return jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
 
     def mix(weights: Array, values: Array) -> Array:
@@ -125,7 +119,8 @@ class Attention(nnx.Module):
         rows = rotate(heads(self.k_proj(x)), angles), heads(self.v_proj(x))
         block = rows
         if earlier is not None:
-            block = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
+            keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
+            block = keys, values
         mixed = attend(queries, block, block_mask, prefix, prefix_length)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), rows
 

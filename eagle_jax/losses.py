@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from eagle_jax.layers import precision_for
+from eagle_jax.numerics import lm_logits
 
 
 class LossSums(NamedTuple):
@@ -23,6 +23,10 @@ class LossSums(NamedTuple):
     top1: Array  # f32[], pairs whose best token is the target's best
     top3: Array  # f32[], pairs whose three best hold it
     count: Array  # f32[], unmasked pairs
+
+    @classmethod
+    def zero(cls) -> "LossSums":
+        return cls(*(jnp.zeros((), jnp.float32) for _ in cls._fields))
 
 
 def pair_mask(assistant: Array) -> Array:
@@ -58,15 +62,8 @@ def loss_sums(predicted: Array, wanted: Array, mask: Array, lm_head: Array, *, c
     return LossSums(regression, cross_entropy, top1, top3, jnp.sum(parts[2]))
 
 
-def _distill_chunk(
-    predicted: Array, wanted: Array, weight: Array, lm_head: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    def logits(features: Array) -> Array:
-        return jnp.einsum(
-            "pe,we->pw", features, lm_head, precision=precision_for(lm_head.dtype), preferred_element_type=jnp.float32
-        )
-
-    teacher, student = logits(wanted), logits(predicted)
+def _distill_chunk(predicted: Array, wanted: Array, weight: Array, lm_head: Array) -> tuple[Array, tuple[Array, Array]]:
+    teacher, student = lm_logits(wanted, lm_head), lm_logits(predicted, lm_head)
     entropy = -jnp.sum(jax.nn.softmax(teacher) * jax.nn.log_softmax(student), axis=-1)
     own = jnp.take_along_axis(student, jnp.argmax(teacher, axis=-1)[:, None], axis=-1)
     above = jnp.sum(student > own, axis=-1)  # how many tokens the head prefers to the target's best

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from eagle_jax.config import SamplingConfig
@@ -54,11 +53,11 @@ def processors_for(rows: Sequence[SamplingConfig]) -> Processors:
 
 def params_for(rows: Sequence[SamplingConfig], vocab_size: int) -> SamplingParams:
     return SamplingParams(
-        temperature=np.asarray([row.temperature for row in rows], np.float32),
-        top_k=np.asarray([min(row.top_k, vocab_size) or vocab_size for row in rows], np.int32),
-        top_p=np.asarray([row.top_p for row in rows], np.float32),
-        min_p=np.asarray([row.min_p for row in rows], np.float32),
-        repetition_penalty=np.asarray([row.repetition_penalty for row in rows], np.float32),
+        temperature=jnp.asarray([row.temperature for row in rows], jnp.float32),
+        top_k=jnp.asarray([min(row.top_k, vocab_size) or vocab_size for row in rows], jnp.int32),
+        top_p=jnp.asarray([row.top_p for row in rows], jnp.float32),
+        min_p=jnp.asarray([row.min_p for row in rows], jnp.float32),
+        repetition_penalty=jnp.asarray([row.repetition_penalty for row in rows], jnp.float32),
     )
 
 

@@ -16,6 +16,7 @@ from jax import Array
 from eagle_jax import cache as kv
 from eagle_jax import layers
 from eagle_jax.config import ModelConfig
+from eagle_jax.numerics import lm_logits
 
 
 class TargetModel(nnx.Module):
@@ -58,17 +59,6 @@ def token_matrix(config: ModelConfig, *, dtype: layers.Dtype, rngs: nnx.Rngs) ->
         param_dtype=dtype,
         embedding_init=nnx.initializers.normal(0.02),
         rngs=rngs,
-    )
-
-
-def lm_logits(features: Array, matrix: Array) -> Array:
-    """f32[..., V] from features [..., E] and an LM head [V, E]."""
-    return jnp.einsum(
-        "...e,ve->...v",
-        features,
-        matrix,
-        precision=layers.precision_for(matrix.dtype),
-        preferred_element_type=jnp.float32,
     )
 
 

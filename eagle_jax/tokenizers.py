@@ -4,6 +4,7 @@ transformers reads these too, but only with PyTorch installed; the pieces themse
 """
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -15,7 +16,7 @@ CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that mark structure, neve
 def tokenizer_from_gguf(reader: gguf.GGUFReader, path: Path) -> PreTrainedTokenizerFast:
     """The byte-level BPE tokenizer a GGUF file describes, with its chat template."""
 
-    def value(key: str, default: object = None) -> object:
+    def value(key: str, default: Any = None) -> Any:
         field = reader.get_field(f"tokenizer.{key}")
         return default if field is None else field.contents()
 

@@ -8,6 +8,7 @@ B batch rows, T tokens, P pairs (= T - 1), E hidden size, W draft vocabulary.
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,16 @@ from flax import nnx
 from jax import Array
 
 from eagle_jax import losses
-from eagle_jax.data import Batch
 from eagle_jax.head import FrozenEnds
 from eagle_jax.layers import causal_mask
+
+
+class Batch(NamedTuple):
+    """What one training step takes in; padding stands at the end of rows and is nobody's."""
+
+    tokens: Array  # i32[B, T]
+    assistant: Array  # bool[B, T]
+    features: Array  # [B, T, E]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +135,6 @@ def train_step(
     Returns:
       The next state, and `metrics_of` the step's own batch with the noise it was trained with.
     """
-    batch, ends = jax.tree.map(jnp.asarray, batch), jax.lax.stop_gradient(ends)
     rows, tokens, hidden = batch.features.shape
     noise: Array | float = 0.0
     if config.noise > 0:
@@ -148,15 +155,13 @@ def train_step(
     updates, optimizer_state = optimizer(config).update(gradients, state.optimizer, state.head)
     # A batch without a single unmasked pair moves nothing, the optimizer's momentum included.
     moved = TrainState(
-        step=state.step, head=optax.apply_updates(state.head, updates), optimizer=optimizer_state, key=state.key
+        step=state.step, head=jax.tree.map(jnp.add, state.head, updates), optimizer=optimizer_state, key=state.key
     )
     kept = jax.tree.map(lambda new, old: jnp.where(metrics["pairs"] > 0, new, old), moved, state)
     return dataclasses.replace(kept, step=state.step + 1), metrics
 
 
 @partial(jax.jit, static_argnames="graphdef")
-def evaluate_step(
-    head: nnx.State, ends: FrozenEnds, batch: Batch, *, graphdef: nnx.GraphDef
-) -> losses.LossSums:
+def evaluate_step(head: nnx.State, ends: FrozenEnds, batch: Batch, *, graphdef: nnx.GraphDef) -> losses.LossSums:
     """Loss sums of a batch without noise."""
-    return head_sums(graphdef, head, ends, jax.tree.map(jnp.asarray, batch), 0.0)
+    return head_sums(graphdef, head, ends, batch, 0.0)

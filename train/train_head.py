@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import tyro
 from flax import nnx
 
@@ -39,7 +41,7 @@ def main(options: Options) -> None:
     conversations = data.read_conversations(options.data)
     unseen = max(1, round(options.held_out * len(conversations)))
     if unseen >= len(conversations):
-        raise ValueError(f"{options.data} holds {len(conversations)} conversations; {unseen} of them would be held out.")
+        raise ValueError(f"{options.data} has {len(conversations)} conversations, of which {unseen} would be held out.")
     target = convert.load_target(options.target)
     kept = data.encode_all(target.tokenizer, conversations[:-unseen], options.max_length)
     held = data.encode_all(target.tokenizer, conversations[-unseen:], options.max_length)
@@ -66,12 +68,12 @@ def main(options: Options) -> None:
     unseen_plans = data.epoch_plan(lengths[len(kept.rows) :], epoch=0, **plan)
 
     def evaluate(head_state: nnx.State) -> dict[str, float]:
-        total = None
+        total = LossSums.zero()
         for plans in unseen_plans:
             shifted = [index + len(kept.rows) for index in plans.indices]
             batch = store.batch(shifted, plans.length, plans.size)
             sums = training.evaluate_step(head_state, ends, batch, graphdef=graphdef)
-            total = sums if total is None else LossSums(*map(sum, zip(total, sums, strict=True)))
+            total = jax.tree.map(jnp.add, total, sums)
         return {key: float(value) for key, value in training.metrics_of(total, options.recipe).items()}
 
     options.output.mkdir(parents=True, exist_ok=True)
