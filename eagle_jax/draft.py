@@ -288,9 +288,11 @@ class HeadParams(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftState:
-    """The head's memory of committed tokens, and the pairs it must still take in."""
+    """The head's memory of committed pairs, and those it must still take in."""
 
     cache: kv.KVCache  # one layer
+    fresh: kv.Rows  # of the pairs taken in last, [B, KV, D + 1, H]; they go into the cache when the next ones come
+    fresh_count: Array  # i32[B]
     pending: Committed  # the last round's true features and shifted tokens, [B, D + 1, ...]
 
 
@@ -320,25 +322,24 @@ class HeadDrafter:
         return max(map(len, static_choices(self.tree, self.draft_vocab_size)))
 
     def init(self, params: HeadParams, batch: int, capacity: int) -> DraftState:
-        dtype = params.ends.embedding.dtype
-        cache = kv.empty(
-            layers=1,
-            batch=batch,
-            capacity=capacity,
-            kv_heads=self.config.kv_heads,
-            key_dim=self.config.key_dim,
-            dtype=dtype,
+        dtype, room = params.ends.embedding.dtype, self.depth + 1
+        shape = {"layers": 1, "batch": batch, "kv_heads": self.config.kv_heads, "key_dim": self.config.key_dim}
+        none = jnp.zeros((batch,), jnp.int32)
+        fresh = kv.empty(capacity=room, dtype=dtype, **shape)
+        return DraftState(
+            cache=kv.empty(capacity=capacity, dtype=dtype, **shape),
+            fresh=kv.Rows(fresh.keys, fresh.values),
+            fresh_count=none,
+            pending=Committed(
+                features=jnp.zeros((batch, room, self.config.hidden_size), dtype),
+                next_tokens=jnp.zeros((batch, room), jnp.int32),
+                count=none,
+            ),
         )
-        pending = Committed(
-            features=jnp.zeros((batch, self.depth + 1, self.config.hidden_size), dtype),
-            next_tokens=jnp.zeros((batch, self.depth + 1), jnp.int32),
-            count=jnp.zeros((batch,), jnp.int32),
-        )
-        return DraftState(cache=cache, pending=pending)
 
     def prefill(self, params: HeadParams, state: DraftState, chunk: Committed) -> DraftState:
-        _, cache = self._extend(params, state.cache, chunk)
-        return dataclasses.replace(state, cache=cache)
+        _, rows = self._extend(params, state.cache, chunk)
+        return dataclasses.replace(state, cache=kv.commit(state.cache, rows, chunk.count))
 
     def observe(self, params: HeadParams, state: DraftState, committed: Committed) -> DraftState:
         room, given = self.depth + 1, committed.next_tokens.shape[1]
@@ -351,44 +352,47 @@ class HeadDrafter:
         return dataclasses.replace(state, pending=pending)
 
     def propose(self, params: HeadParams, state: DraftState, root: Array) -> tuple[Tree, DraftState]:
-        predicted, cache = self._extend(params, state.cache, state.pending)
-        last = jnp.maximum(state.pending.count - 1, 0)
+        # Written before anything reads it and not after: a compiled loop that reads a cache and then writes it, with
+        # nothing to order the two, copies the whole cache every round.
+        cache = kv.commit(state.cache, state.fresh, state.fresh_count)
+        pending = state.pending
+        predicted, fresh = self._extend(params, cache, pending)
+        last = jnp.maximum(pending.count - 1, 0)
         feature = jnp.take_along_axis(predicted, last[:, None, None], axis=1)[:, 0]
         start = Start(self._log_probs(params, feature), feature)
-        step = self._step(params, cache)
+        step = self._step(params, cache, pending.count)
         if self.tree.kind == "dynamic":
-            tree = draft_dynamic(step, None, start, root, params.ends.token_ids, self.tree)
+            tree = draft_dynamic(step, fresh, start, root, params.ends.token_ids, self.tree)
         else:
             choices = static_choices(self.tree, self.draft_vocab_size)
-            tree = draft_static(step, None, start, root, params.ends.token_ids, choices)
-        return tree, dataclasses.replace(state, cache=cache)
+            tree = draft_static(step, fresh, start, root, params.ends.token_ids, choices)
+        return tree, dataclasses.replace(state, cache=cache, fresh=fresh, fresh_count=pending.count)
 
-    def _extend(self, params: HeadParams, cache: kv.KVCache, pairs: Committed) -> tuple[Array, kv.KVCache]:
-        """Takes in true pairs: predicted features [B, R, E], and the cache with their rows."""
+    def _extend(self, params: HeadParams, cache: kv.KVCache, pairs: Committed) -> tuple[Array, kv.Rows]:
+        """Takes in true pairs: predicted features [B, R, E], and their keys and values."""
         length = pairs.next_tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(length)
-        predicted, rows = nnx.merge(self.graphdef, params.head)(
+        return nnx.merge(self.graphdef, params.head)(
             params.ends.embedding[pairs.next_tokens], pairs.features, positions, layers.causal_mask(length), cache
         )
-        return predicted, kv.commit(cache, rows, pairs.count)
 
-    def _step(self, params: HeadParams, cache: kv.KVCache) -> StepFn:
-        """Runs a frontier over the committed pairs and the rows of earlier levels, which are the carry."""
+    def _step(self, params: HeadParams, cache: kv.KVCache, fresh_count: Array) -> StepFn:
+        """Runs a frontier over the cache, the fresh pairs and the nodes run before; the last two are the carry."""
 
-        def step(carry: kv.Rows | None, frontier: Frontier) -> tuple[kv.Rows, Array, Array]:
-            # The pair of a node at level l stands l - 1 places after the last committed one's successor.
-            positions = cache.length[:, None] + frontier.depth - 1
-            features, rows = nnx.merge(self.graphdef, params.head)(
-                params.ends.embedding[frontier.tokens],
-                frontier.features,
-                positions,
-                frontier.ancestors,
-                cache,
-                carry,
+        def step(carry: kv.Rows, frontier: Frontier) -> tuple[kv.Rows, Array, Array]:
+            batch, width, nodes = frontier.ancestors.shape
+            fresh = carry.keys[0].shape[2] - (nodes - width)
+            there = jnp.arange(fresh) < fresh_count[:, None]
+            mask = jnp.concatenate(
+                [jnp.broadcast_to(there[:, None], (batch, width, fresh)), frontier.ancestors], axis=-1
             )
-            if carry is not None:
-                rows = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), carry, rows)
-            return rows, self._log_probs(params, features), features
+            # The root's pair is the last committed one; a node at level l stands l places after it.
+            positions = (cache.length + fresh_count)[:, None] + frontier.depth - 1
+            features, rows = nnx.merge(self.graphdef, params.head)(
+                params.ends.embedding[frontier.tokens], frontier.features, positions, mask, cache, carry
+            )
+            carry = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=2), carry, rows)
+            return carry, self._log_probs(params, features), features
 
         return step
 

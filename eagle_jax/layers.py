@@ -38,15 +38,15 @@ def rms_norm(config: ModelConfig, *, dtype: Dtype, rngs: nnx.Rngs) -> nnx.RMSNor
 
 
 def rotary_angles(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding (RoFormer, arXiv 2104.09864), f32[B, T, 1, H/2]."""
+    """Cosine and sine of the rotary embedding (RoFormer, arXiv 2104.09864), f32[B, 1, T, H/2]."""
     exponent = jnp.arange(0, config.key_dim, 2, dtype=jnp.float32) / config.key_dim
     frequencies = config.rope_theta**-exponent
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None, :, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Turns x [B, T, heads, H] by its position; the two halves of H are the two coordinates of each plane."""
+    """Turns x [B, heads, T, H] by its position; the two halves of H are the two coordinates of each plane."""
     cos, sin = angles
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -59,36 +59,39 @@ def causal_mask(length: int) -> Array:
 
 
 def attend(
-    queries: Array,  # [B, T, KV * G, H]
-    block: tuple[Array, Array],  # keys and values, each [B, U, KV, H]
+    queries: Array,  # [B, KV * G, T, H]
+    block: tuple[Array, Array],  # keys and values, each [B, KV, U, H]
     block_mask: Array,  # bool[B or 1, T, U]
-    prefix: tuple[Array, Array] | None = None,  # keys and values, each [B, S, KV, H]
+    prefix: tuple[Array, Array] | None = None,  # keys and values, each [B, KV, S, H]
     prefix_length: Array | None = None,  # i32[B]
-) -> Array:  # [B, T, KV * G, H]
+) -> Array:  # [B, KV * G, T, H]
     """Softmax attention over a prefix of `prefix_length` tokens and a masked block beside it."""
-    batch, tokens, heads, dim = queries.shape
-    kv_heads = block[0].shape[2]
+    batch, heads, tokens, dim = queries.shape
+    kv_heads = block[0].shape[1]
     precision = precision_for(queries.dtype)
-    grouped = queries.reshape(batch, tokens, kv_heads, heads // kv_heads, dim) * dim**-0.5
+    # A key-value head's group of query heads lies along the tokens: one plain batched product, no copy of the keys.
+    grouped = queries.reshape(batch, kv_heads, -1, dim) * dim**-0.5  # [B, KV, G * T, H]
 
     def score(keys: Array, mask: Array) -> Array:
-        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("bkqh,bksh->bkqs", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+        scores = scores.reshape(batch, kv_heads, -1, tokens, keys.shape[2])
         return jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
 
     def mix(weights: Array, values: Array) -> Array:
-        return jnp.einsum("bkgts,bskh->btkgh", weights.astype(values.dtype), values, precision=precision)
+        weights = weights.astype(values.dtype).reshape(*grouped.shape[:3], -1)
+        return jnp.einsum("bkqs,bksh->bkqh", weights, values, precision=precision)
 
-    scores = score(block[0], block_mask[:, None, None])
+    scores = score(block[0], block_mask[:, None, None])  # [B, KV, G, T, U]
     if prefix is None:
         mixed = mix(jax.nn.softmax(scores, axis=-1), block[1])
     else:
         assert prefix_length is not None
-        slots = prefix[0].shape[1]
+        slots = prefix[0].shape[2]
         seen = jnp.arange(slots) < prefix_length[:, None]  # [B, S]
         before = score(prefix[0], seen[:, None, None, None])
         weights = jax.nn.softmax(jnp.concatenate([before, scores], axis=-1), axis=-1)
         mixed = mix(weights[..., :slots], prefix[1]) + mix(weights[..., slots:], block[1])
-    return mixed.reshape(batch, tokens, heads, dim)
+    return mixed.reshape(batch, heads, tokens, dim)
 
 
 class Attention(nnx.Module):
@@ -110,19 +113,19 @@ class Attention(nnx.Module):
         block_mask: Array,  # bool[B or 1, T, U]
         prefix: tuple[Array, Array] | None,
         prefix_length: Array | None,
-        earlier: tuple[Array, Array] | None,  # block tokens of earlier calls, each [B, U - T, KV, H]
-    ) -> tuple[Array, tuple[Array, Array]]:  # [B, T, E]; this call's keys and values, each [B, T, KV, H]
+        earlier: tuple[Array, Array] | None,  # block tokens of earlier calls, each [B, KV, U - T, H]
+    ) -> tuple[Array, tuple[Array, Array]]:  # [B, T, E]; this call's keys and values, each [B, KV, T, H]
         def heads(y: Array) -> Array:
-            return y.reshape(*y.shape[:2], -1, self.key_dim)
+            return y.reshape(*y.shape[:2], -1, self.key_dim).swapaxes(1, 2)
 
         queries = rotate(heads(self.q_proj(x)), angles)
         rows = rotate(heads(self.k_proj(x)), angles), heads(self.v_proj(x))
         block = rows
         if earlier is not None:
-            keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
+            keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(earlier, rows, strict=True))
             block = keys, values
         mixed = attend(queries, block, block_mask, prefix, prefix_length)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1)), rows
+        return self.o_proj(mixed.swapaxes(1, 2).reshape(*x.shape[:2], -1)), rows
 
 
 class MLP(nnx.Module):

@@ -1,0 +1,29 @@
+"""What holds for every test: a CPU, no network, a compile cache of the run's own, repeatable examples."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+# Before anything imports JAX or transformers, which read these once.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="eagle_jax-compiled-")
+atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from eagle_jax import load_target  # noqa: E402
+from eagle_jax.paths import cache_directory  # noqa: E402
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The embedded model, loaded once for all tests; `make model` fetches it."""
+    if not (cache_directory() / "smollm2-135m.gguf").is_file():
+        pytest.skip("the embedded model has not been fetched; run `make model`")
+    return load_target("smollm2-135m")
