@@ -7,7 +7,7 @@ the host reads the result once at the end, or after each round for a stream.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,16 @@ class BindsDrafter(Protocol):
         ...
 
 
+class Options(TypedDict, total=False):
+    """`generate`'s options, for type checkers."""
+
+    max_new_tokens: int
+    sampling: SamplingConfig | Sequence[SamplingConfig]
+    tree: TreeConfig
+    seed: int | Sequence[int]
+    max_length: int | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """What one prompt came to."""
@@ -64,6 +74,14 @@ class Chunk:
     finish_reason: str | None  # None until the last chunk
 
 
+@overload
+def generate(
+    target: Target, head: Head | BindsDrafter | None, prompts: Prompt, **options: Unpack[Options]
+) -> Completion: ...
+@overload
+def generate(
+    target: Target, head: Head | BindsDrafter | None, prompts: Sequence[Prompt], **options: Unpack[Options]
+) -> list[Completion]: ...
 def generate(
     target: Target,
     head: Head | BindsDrafter | None,
@@ -96,7 +114,16 @@ def generate(
     """
     single = _is_single(prompts)
     rows: Any = [prompts] if single else prompts
-    job = _prepare(target, head, rows, max_new_tokens, sampling, tree, seed, max_length)
+    job = prepare(
+        target,
+        head,
+        rows,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        tree=tree,
+        seed=seed,
+        max_length=max_length,
+    )
     state = job.run_rounds(job.start(), UNBOUNDED)
     completions = job.completions(state)
     return completions[0] if single else completions
@@ -120,11 +147,20 @@ def stream(
     """
     if not _is_single(prompt):
         raise ValueError(f"stream takes one prompt, but {len(prompt)} were given; use generate for several.")
-    job = _prepare(target, head, [prompt], max_new_tokens, sampling, tree, seed, max_length)
+    job = prepare(
+        target,
+        head,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        tree=tree,
+        seed=seed,
+        max_length=max_length,
+    )
     return _stream(job)
 
 
-def _stream(job: "_Job") -> Iterator[Chunk]:
+def _stream(job: "Job") -> Iterator[Chunk]:
     state = job.start()
     shown, text = 0, ""
     while True:
@@ -208,7 +244,7 @@ def use_compile_cache() -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """Prompts that have been checked, and the programs to run them with."""
 
     target: Target
@@ -263,23 +299,24 @@ class _Job:
         )
 
 
-def _prepare(
+def prepare(
     target: Target,
     head: Head | BindsDrafter | None,
     prompts: Sequence[Any],
+    *,
     max_new_tokens: int,
-    sampling_configs: SamplingConfig | Sequence[SamplingConfig],
-    tree: TreeConfig,
-    seed: int | Sequence[int],
-    max_length: int | None,
-) -> _Job:
-    """Checks all options, then lays prompts and settings out as rows."""
+    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),
+    tree: TreeConfig = TreeConfig(),
+    seed: int | Sequence[int] = 0,
+    max_length: int | None = None,
+) -> Job:
+    """Checks all options, then lays prompts and settings out as rows; for those who drive the rounds themselves."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative.")
     if max_length is not None and max_length <= 0:
         raise ValueError(f"max_length is {max_length}; it must be at least 1.")
     rows = len(prompts)
-    configs = [sampling_configs] * rows if isinstance(sampling_configs, SamplingConfig) else list(sampling_configs)
+    configs = [sampling] * rows if isinstance(sampling, SamplingConfig) else list(sampling)
     for name, given in (("sampling", len(configs)), ("seed", rows if isinstance(seed, int) else len(seed))):
         if given != rows:
             raise ValueError(f"{name} is a list of {given}, but there are {rows} prompts; give one for each.")
@@ -294,7 +331,7 @@ def _prepare(
     graphdef, params = nnx.split(target.model)
     stop_ids = jnp.asarray(target.eos_token_ids or (-1,), jnp.int32)
     room = np.asarray([limit - len(ids) for ids in encoded])
-    return _Job(
+    return Job(
         target=target,
         program=decoding.Program(
             target=graphdef,

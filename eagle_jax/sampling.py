@@ -104,15 +104,15 @@ def gumbel_noise(keys: Array, index: Array, vocab_size: int) -> Array:
     return jax.vmap(lambda key, i: jax.random.gumbel(jax.random.fold_in(key, i), (vocab_size,)))(keys, index)
 
 
-def choose(
+def perturbed(
     logits: Array,  # f32[B, V], raw
     params: SamplingParams,
     processors: Processors,
     keys: Array,  # key[B]
     index: Array,  # i32[B], the absolute index of the token to be chosen
     seen: Array | None = None,  # bool[B, V], tokens of the row so far; needed by the repetition penalty
-) -> Array:  # i32[B]
-    """Chooses each row's next token: argmax of processed logits + temperature * noise."""
+) -> Array:  # f32[B, V]
+    """Processed logits + temperature * noise, -inf for tokens that are filtered out."""
     if processors.repetition_penalty:
         assert seen is not None
         logits = penalize(logits, seen, params.repetition_penalty)
@@ -120,7 +120,14 @@ def choose(
         keep = keep_mask(logits, params, processors)
         noise = params.temperature[:, None] * gumbel_noise(keys, index, logits.shape[-1])
         logits = jnp.where(keep, logits + noise, -jnp.inf)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return logits
+
+
+def choose(
+    logits: Array, params: SamplingParams, processors: Processors, keys: Array, index: Array, seen: Array | None = None
+) -> Array:
+    """Each row's next token, i32[B]: the argmax of `perturbed`, whose arguments these are."""
+    return jnp.argmax(perturbed(logits, params, processors, keys, index, seen), axis=-1).astype(jnp.int32)
 
 
 def row_keys(seed: int | Sequence[int], rows: int) -> Array:

@@ -66,7 +66,10 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW behind clipping, warm-up and linear decay."""
     rate = optax.join_schedules(
         [
-            optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
+            # The first step already moves.
+            optax.linear_schedule(
+                config.learning_rate / (config.warmup_steps + 1), config.learning_rate, config.warmup_steps
+            ),
             optax.linear_schedule(
                 config.learning_rate,
                 config.learning_rate * config.final_learning_rate,

@@ -78,9 +78,7 @@ def check_case(arrays):
     close(logits, case.logits)
     start = np.array([16, 11])
     place = np.arange(2)[:, None], start[:, None] + np.arange(8)
-    features, logits, _ = case.run(
-        case.tokens[place], case.positions[place], causal_mask(8), prefix=case.prefix(start)
-    )
+    features, logits, _ = case.run(case.tokens[place], case.positions[place], causal_mask(8), prefix=case.prefix(start))
     close(features, case.features[place])
     close(logits, case.logits[place])
 
@@ -114,13 +112,15 @@ def test_tree_block_equals_each_of_its_paths(source):
     # Positions go on from the prefix's last one, far from where the second row began.
     at_root = case.positions[[0, 1], start]
     features, logits, _ = case.run(tokens, at_root[:, None] + DEPTHS, mask, prefix=case.prefix(start))
+    rows = np.arange(2)[:, None]
     for path in map(list, LEAF_PATHS):
-        for row in range(2):
-            line = np.concatenate([case.tokens[row, : start[row]], tokens[row, path]])[None]
-            positions = np.concatenate([case.positions[row, : start[row]], at_root[row] + np.arange(len(path))])[None]
-            wanted, wanted_logits, _ = case.run(line, positions, causal_mask(line.shape[1]))
-            close(features[row, path], wanted[0, start[row] :])
-            close(logits[row, path], wanted_logits[0, start[row] :])
+        place = start[:, None] + np.arange(len(path))
+        line, positions = case.tokens.copy(), case.positions.copy()  # what stands after the path changes nothing
+        line[rows, place] = tokens[:, path]
+        positions[rows, place] = at_root[:, None] + np.arange(len(path))
+        wanted, wanted_logits, _ = case.run(line, positions, causal_mask(24))
+        close(features[:, path], wanted[rows, place])
+        close(logits[:, path], wanted_logits[rows, place])
 
 
 def test_tree_mask_agrees_with_pytorch():
@@ -144,19 +144,17 @@ def ancestors(node):
     return {node} if node == 0 else {node} | ancestors(PARENTS[node])
 
 
-@pytest.mark.slow
 def test_embedded_model_agrees_with_pytorch(smollm2):
     """Dequantised weights, features and best tokens, up to position 4019."""
     wanted = stored("smollm2")
     graphdef, params = nnx.split(smollm2.model)
-    shown = wanted["shown"]
     features, logits, _ = run(graphdef, params, wanted["tokens"], wanted["positions"], causal_mask(40), None)
-    features, logits = np.asarray(features)[:, shown], np.asarray(logits)[:, shown]
+    features, logits = (np.asarray(array)[:, wanted["shown"]] for array in (features, logits))
     best = np.argsort(-logits, axis=-1, kind="stable")[..., :8]
-    print("smollm diff", np.abs(features - wanted["features"]).max(), np.abs(np.take_along_axis(logits, best, axis=-1) - wanted["best_logits"]).max())
     np.testing.assert_array_equal(best, wanted["best"])
-    close(np.take_along_axis(logits, best, axis=-1), wanted["best_logits"])
-    close(features, wanted["features"])
+    # Features reach 50 here, so that a part of the tolerance goes with their size.
+    close(np.take_along_axis(logits, best, axis=-1), wanted["best_logits"], rtol=1e-4)
+    close(features, wanted["features"], rtol=1e-4)
 
 
 def test_embedded_tokenizer_agrees_with_transformers(smollm2):

@@ -1,0 +1,72 @@
+"""The training loss against NumPy in float64, and what it leaves out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle_jax import losses
+
+B, P, E, W = 2, 7, 6, 11
+
+
+def inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    predicted, wanted = (rng.normal(size=(B, P, E)).astype(np.float32) * 2 for _ in range(2))
+    mask = rng.uniform(size=(B, P)) < 0.6
+    head = rng.normal(size=(W, E)).astype(np.float32)
+    return predicted, wanted, mask, head
+
+
+def reference(predicted, wanted, mask, head):
+    predicted, wanted, head = (x.astype(np.float64) for x in (predicted, wanted, head))
+    total = np.zeros(5)
+    for b, j in np.argwhere(mask):
+        error = np.abs(predicted[b, j] - wanted[b, j])
+        regression = np.where(error < 1, error**2 / 2, error - 0.5).mean()
+        teacher, student = head @ wanted[b, j], head @ predicted[b, j]
+        p = np.exp(teacher) / np.exp(teacher).sum()
+        log_q = student - np.log(np.exp(student).sum())
+        rank = np.argsort(-student).tolist().index(int(teacher.argmax()))
+        total += [regression, -(p * log_q).sum(), rank < 1, rank < 3, 1]
+    return total
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 14, 64])
+def test_sums_equal_numpy_for_every_chunk_size(chunk):
+    sums = losses.loss_sums(*map(jnp.asarray, inputs()), chunk=chunk)
+    np.testing.assert_allclose(sums, reference(*inputs()), rtol=1e-5)
+
+
+def test_gradient_equals_that_of_the_plain_formula():
+    predicted, wanted, mask, head = map(jnp.asarray, inputs())
+
+    def plain(predicted):
+        error = jnp.abs(predicted - wanted)
+        regression = jnp.where(error < 1, error**2 / 2, error - 0.5).mean(-1)
+        log_q = jax.nn.log_softmax(predicted @ head.T)
+        entropy = -jnp.sum(jax.nn.softmax(wanted @ head.T) * log_q, -1)
+        return jnp.sum((regression + 0.3 * entropy) * mask)
+
+    def ours(predicted):
+        sums = losses.loss_sums(predicted, wanted, mask, head, chunk=4)
+        return sums.regression + 0.3 * sums.cross_entropy
+
+    np.testing.assert_allclose(jax.grad(ours)(predicted), jax.grad(plain)(predicted), atol=1e-5)
+
+
+def test_no_gradient_flows_into_the_wanted_features_or_the_lm_head():
+    predicted, wanted, mask, head = map(jnp.asarray, inputs())
+
+    def total(wanted, head):
+        sums = losses.loss_sums(predicted, wanted, mask, head)
+        return sums.regression + sums.cross_entropy
+
+    for gradient in jax.grad(total, argnums=(0, 1))(wanted, head):
+        assert not np.any(gradient)
+
+
+def test_T1_pair_mask_marks_the_pairs_whose_two_tokens_are_the_assistants():
+    """Tokens 2..4 of six are the assistant's: pair 1 = (f1, t2) -> t3 and pair 2 = (f2, t3) -> t4 carry loss."""
+    assistant = jnp.asarray([[False, False, True, True, True, False]])
+    np.testing.assert_array_equal(losses.pair_mask(assistant), [[False, True, True, False, False]])
