@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 import eagle_jax as ej
+from eagle_jax.generation import check_lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Options:
 def main(options: Options) -> None:
     if (options.chat is None) == (options.prompt == ""):
         raise ValueError("Give either a prompt or --chat with a message.")
+    check_lengths(options.max_new_tokens, options.max_length)
     target = ej.load_target(options.target, dtype=options.dtype)
     head = None if options.head == "none" else ej.load_head(options.head, target)
     prompt = options.prompt if options.chat is None else [{"role": "user", "content": options.chat}]

@@ -311,10 +311,7 @@ def prepare(
     max_length: int | None = None,
 ) -> Job:
     """Checks all options, then lays prompts and settings out as rows; for those who drive the rounds themselves."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative.")
-    if max_length is not None and max_length <= 0:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1.")
+    check_lengths(max_new_tokens, max_length)
     rows = len(prompts)
     configs = [sampling] * rows if isinstance(sampling, SamplingConfig) else list(sampling)
     for name, given in (("sampling", len(configs)), ("seed", rows if isinstance(seed, int) else len(seed))):
@@ -349,6 +346,14 @@ def prepare(
         keys=sampling_rows.row_keys(seed, rows),
         capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),
     )
+
+
+def check_lengths(max_new_tokens: int, max_length: int | None) -> None:
+    """Raises ValueError for lengths that make no sense for any prompt."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative.")
+    if max_length is not None and max_length <= 0:
+        raise ValueError(f"max_length is {max_length}; it must be at least 1.")
 
 
 def bind(target: Target, head: Head | BindsDrafter | None, tree: TreeConfig) -> tuple[draft.Drafter, Any]:
