@@ -8,11 +8,12 @@ B batch rows, T tokens, P pairs (= T - 1), E hidden size, W draft vocabulary.
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 from jax import Array
 
@@ -34,7 +35,9 @@ class TrainConfig:
     """The recipe. Loss weights, noise, betas and learning rate default to the paper's (EAGLE section 4)."""
 
     steps: int = 1000
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-5
+    muon_learning_rate: float = 0.02  # of matrices, under Muon
     warmup_steps: int = 50
     final_learning_rate: float = 0.0  # as a share of learning_rate, reached linearly at the last step
     weight_decay: float = 0.0
@@ -45,7 +48,9 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "learning_rate", "gradient_clip"):
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"TrainConfig.optimizer is {self.optimizer!r}; it must be 'adamw' or 'muon'.")
+        for name in ("steps", "learning_rate", "muon_learning_rate", "gradient_clip"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be positive.")
         for name in ("warmup_steps", "weight_decay", "regression_weight", "cross_entropy_weight", "noise"):
@@ -63,25 +68,30 @@ class TrainState:
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind clipping, warm-up and linear decay."""
-    rate = optax.join_schedules(
-        [
-            # The first step already moves.
-            optax.linear_schedule(
-                config.learning_rate / (config.warmup_steps + 1), config.learning_rate, config.warmup_steps
-            ),
-            optax.linear_schedule(
-                config.learning_rate,
-                config.learning_rate * config.final_learning_rate,
-                max(1, config.steps - config.warmup_steps),
-            ),
-        ],
-        [config.warmup_steps],
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.gradient_clip),
-        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay),
-    )
+    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, behind clipping, warm-up and linear decay."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        decay = max(1, config.steps - config.warmup_steps)
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(peak / (config.warmup_steps + 1), peak, config.warmup_steps),
+                optax.linear_schedule(peak, peak * config.final_learning_rate, decay),
+            ],
+            [config.warmup_steps],
+        )
+
+    rate = schedule(config.learning_rate)
+    if config.optimizer == "muon":
+        step = optax.contrib.muon(
+            schedule(config.muon_learning_rate),
+            weight_decay=config.weight_decay,
+            adam_b1=0.9,
+            adam_b2=0.95,
+            adam_learning_rate=rate,
+        )
+    else:
+        step = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), step)
 
 
 def init_state(head: nnx.State, config: TrainConfig) -> TrainState:

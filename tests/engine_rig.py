@@ -3,8 +3,9 @@
 B batch rows, T tokens, M most tokens to emit, N nodes, D levels, V vocabulary.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ TREE = ej.TreeConfig(nodes=40, depth=4, top_k=8)
 CLEAR = 2e-4  # choices whose scores lie closer may change places under float32's rounding
 
 
-def make_target(seed: int = 0, sharpness: float = 6.0, eos: tuple[int, ...] = (), **overrides: Any) -> ej.Target:
+def make_target(seed: int = 0, sharpness: float = 10.0, eos: tuple[int, ...] = (), **overrides: Any) -> ej.Target:
     """The tiny target with its matrices scaled up: at their usual size all logits are almost the same."""
     target = tiny_target(seed, eos, **overrides)
     graphdef, params = nnx.split(target.model)
@@ -220,3 +221,22 @@ class Copy:
             graphdef=graphdef, tree=tree, vocab_size=target.config.vocab_size, worst_first=self.worst_first
         )
         return drafter, params
+
+
+# --- Compilation ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the functions that are compiled inside the block, whether or not a cache on disk had them."""
+    names: list[str] = []
+
+    def listen(event: str, duration: float, **attributes: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(attributes["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

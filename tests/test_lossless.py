@@ -1,0 +1,97 @@
+"""Drafted text is the target's own, token for token, whatever drafts and whatever the tree."""
+
+import dataclasses
+
+import pytest
+from engine_rig import TREE, Copy, Oracle, ids, make_head, make_target, mean_accepted, random_prompts
+
+import eagle_jax as ej
+
+PROMPTS = random_prompts(50)
+NEW = 64
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    return make_head(target)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return ids(ej.generate(target, None, PROMPTS, max_new_tokens=NEW))
+
+
+def test_the_plain_text_wanders(plain):
+    """A text that repeats itself would hide most faults."""
+    assert sum(len(set(row)) for row in plain) / len(plain) > 6
+
+
+def test_B1_greedy_is_plain(target, head, plain):
+    done = ej.generate(target, head, PROMPTS, max_new_tokens=NEW, tree=TREE)
+    assert ids(done) == plain
+    assert mean_accepted(done) > 0.5
+
+
+def test_B1_greedy_is_plain_where_whole_chains_are_accepted(target, plain):
+    chain = ej.TreeConfig(kind="chain", nodes=13, depth=12)
+    done = ej.generate(target, Oracle(plain), PROMPTS, max_new_tokens=NEW, tree=chain)
+    assert ids(done) == plain
+    assert all(row.accepted == [12] * 5 for row in done)
+
+
+def test_B1_greedy_is_plain_where_the_target_drafts(target):
+    prompts = [[0, *prompt] for prompt in PROMPTS]
+    done = ej.generate(target, Copy(), prompts, max_new_tokens=NEW, tree=TREE)
+    assert ids(done) == ids(ej.generate(target, None, prompts, max_new_tokens=NEW))
+    assert mean_accepted(done) > 2
+
+
+# A dozen points of depth 1..10 x nodes 1..60, corners included.
+GRID = [(1, 2), (1, 60), (2, 1), (2, 17), (3, 33), (4, 52), (5, 9), (6, 60), (7, 26), (8, 40), (10, 2), (10, 60)]
+
+
+@pytest.mark.parametrize(("depth", "nodes"), GRID)
+def test_B4_the_tree_changes_no_token(target, head, mixed, depth, nodes):
+    tree = ej.TreeConfig(nodes=nodes, depth=depth, top_k=8)
+    done = ej.generate(target, head, PROMPTS[:8], max_new_tokens=24, sampling=HALF_GREEDY, tree=tree, seed=7)
+    assert ids(done) == mixed
+    if nodes > 8:
+        assert mean_accepted(done) > 0.3
+
+
+HALF_GREEDY = [ej.SamplingConfig(temperature=float(row % 2)) for row in range(8)]
+
+
+@pytest.fixture(scope="module")
+def mixed(target):
+    return ids(ej.generate(target, None, PROMPTS[:8], max_new_tokens=24, sampling=HALF_GREEDY, seed=7))
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_B5_top_k_changes_no_token(target, head, top_k):
+    """One prompt is longer than a chunk of the prefill."""
+    prompts = random_prompts(3, lengths=(2, 40, 600), seed=5)
+    target = dataclasses.replace(target, config=dataclasses.replace(target.config, max_position_embeddings=1024))
+    plain = ids(ej.generate(target, None, prompts, max_new_tokens=24))
+    done = ej.generate(target, head, prompts, max_new_tokens=24, tree=ej.TreeConfig(nodes=20, depth=3, top_k=top_k))
+    assert ids(done) == plain
+    assert sum(sum(row.accepted) for row in done) > 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "chain"])
+def test_K1_one_drafted_token_changes_no_token(target, head, plain, kind):
+    tree = ej.TreeConfig(kind=kind, nodes=2, depth=1, top_k=1)
+    done = ej.generate(target, head, PROMPTS, max_new_tokens=NEW, tree=tree)
+    assert ids(done) == plain
+    assert {n for row in done for n in row.accepted} == {0, 1}
+
+
+def test_a_static_tree_changes_no_token(target, head, plain):
+    done = ej.generate(target, head, PROMPTS, max_new_tokens=NEW, tree=ej.TreeConfig(kind="static"))
+    assert ids(done) == plain
+    assert {n for row in done for n in row.accepted} >= {0, 1, 2}
