@@ -109,11 +109,13 @@ def init_state(
     )
 
 
-@partial(jax.jit, static_argnames="program", donate_argnames="state")
 def prefill(
     params: Params, state: DecodeState, tokens: Array, count: Array, pairs: Array, *, program: Program
 ) -> DecodeState:
     """Runs a chunk of the prompts through target and drafter.
+
+    Two programs, one that reads the cache and one that writes it: in a single one nothing would order the two for the
+    compiler, which then copies the cache.
 
     Args:
       state: donated.
@@ -121,25 +123,39 @@ def prefill(
       count: i32[B], how many of a prompt's tokens stand in the first C places; 0 for a prompt that has ended.
       pairs: i32[B], how many of those have their successor in the prompt: all but its last token.
     """
-    target = nnx.merge(program.target, params.target)
-    row, length = jnp.arange(tokens.shape[0]), tokens.shape[1] - 1
-    place = jnp.arange(length)
-    features, rows = target(
-        tokens[:, :-1], state.cache.length[:, None] + place, layers.causal_mask(length), state.cache
-    )
+    features, rows = _read_chunk(params.target, state.cache, tokens, program=program)
+    return _write_chunk(params, state, features, rows, tokens, count, pairs, program=program)
+
+
+@partial(jax.jit, static_argnames="program")
+def _read_chunk(params: nnx.State, cache: kv.KVCache, tokens: Array, *, program: Program) -> tuple[Array, kv.Rows]:
+    length = tokens.shape[1] - 1
+    positions = cache.length[:, None] + jnp.arange(length)
+    return nnx.merge(program.target, params)(tokens[:, :-1], positions, layers.causal_mask(length), cache)
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def _write_chunk(
+    params: Params,
+    state: DecodeState,
+    features: Array,
+    rows: kv.Rows,
+    tokens: Array,
+    count: Array,
+    pairs: Array,
+    *,
+    program: Program,
+) -> DecodeState:
+    row, place = jnp.arange(tokens.shape[0]), jnp.arange(tokens.shape[1] - 1)
     last = features[row, jnp.maximum(count - 1, 0)]
-    seen = state.seen
-    if seen is not None:
-        seen = seen.at[row[:, None], jnp.where(place < count[:, None], tokens[:, :-1], seen.shape[1])].set(
-            True, mode="drop"
-        )
+    chunk = Committed(features, tokens[:, 1:], pairs)
     return dataclasses.replace(
         state,
         cache=kv.commit(state.cache, rows, count),
-        draft=program.drafter.prefill(params.drafter, state.draft, Committed(features, tokens[:, 1:], pairs)),
+        draft=program.drafter.prefill(params.drafter, state.draft, chunk),
         prompt_length=state.prompt_length + count,
         last_feature=jnp.where((count > 0)[:, None], last, state.last_feature),
-        seen=seen,
+        seen=_mark(state.seen, tokens[:, :-1], place < count[:, None]),
     )
 
 
@@ -223,9 +239,6 @@ def _emit(
     stopped = jnp.any(stops & (place < count[:, None]), axis=1)
     ended = jnp.where(stopped, STOPPED, jnp.where(emitted >= state.settings.limit, AT_LIMIT, RUNNING))
     slots = jnp.where(place < count[:, None], state.emitted[:, None] + place, state.tokens.shape[1])
-    seen = state.seen
-    if seen is not None:
-        seen = seen.at[row, jnp.where(place < count[:, None], tokens, seen.shape[1])].set(True, mode="drop")
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[row, slots].set(tokens, mode="drop"),
@@ -233,5 +246,13 @@ def _emit(
         emitted=emitted,
         finish=jnp.where(state.finish == RUNNING, ended, state.finish),
         draft=program.drafter.observe(params.drafter, state.draft, Committed(features, tokens, count)),
-        seen=seen,
+        seen=_mark(state.seen, tokens, place < count[:, None]),
     )
+
+
+def _mark(seen: Array | None, tokens: Array, valid: Array) -> Array | None:
+    """Adds valid ones of tokens i32[B, R] to what each row has seen, where that is kept at all."""
+    if seen is None:
+        return None
+    row = jnp.arange(tokens.shape[0])[:, None]
+    return seen.at[row, jnp.where(valid, tokens, seen.shape[1])].set(True, mode="drop")

@@ -209,17 +209,13 @@ def test_altered_magic_or_version(whole, tmp_path, place):
     assert str(path) in refusal(path)
 
 
-def test_altered_header_never_shows_an_error_of_the_reader(whole, tmp_path):
-    """Each byte of counts, keys and types set to 255: refused in one sentence, or read if it stands in a text."""
+@pytest.mark.parametrize("text", [b"general.architecture", b"llama", b"smollm", b"<|im_end|>"])
+def test_altered_text(whole, tmp_path, text):
+    """A key, a value or a token that is no longer UTF-8."""
     content = whole.read_bytes()
     path = tmp_path / "altered.gguf"
-    end = content.index(b"tokenizer.ggml.tokens")
-    for place in range(4, end, 7):
-        path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
-        try:
-            load_target(path)
-        except (ValueError, OSError):
-            refusal(path)
+    path.write_bytes(content.replace(text, b"\xff" + text[1:], 1))
+    assert str(path) in refusal(path)
 
 
 def test_text_file_is_no_model(tmp_path):
@@ -258,7 +254,9 @@ REQUIRED = (
 def test_missing_metadata(parts, tmp_path, key):
     metadata, tensors = parts
     metadata = {other: value for other, value in metadata.items() if other != key}
-    assert "tokenizer" in (message := refusal(write(tmp_path / "missing.gguf", metadata, tensors))) or key in message
+    message = refusal(write(tmp_path / "missing.gguf", metadata, tensors))
+    # A tokenizer is refused by its kind, which two keys name together.
+    assert ("has a tokenizer of type" if key in ("tokenizer.ggml.model", "tokenizer.ggml.pre") else key) in message
 
 
 @pytest.mark.parametrize(
@@ -292,12 +290,11 @@ def test_faulty_tensors_are_listed_in_one_error(parts, tmp_path):
     assert "blk.0.ffn_gate.weight" in message and "(64, 63)" in message and "(64, 64)" in message
 
 
-@pytest.mark.parametrize("shape", [(63, 64), (64, 63), (32, 64), (64,)])
+@pytest.mark.parametrize("shape", [(63, 64), (64, 63), (128, 64), (64,)])
 @pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "blk.0.attn_v.weight", "token_embd.weight"])
 def test_tensor_of_another_shape(parts, tmp_path, name, shape):
+    """Listed with the other faults, whatever its conversion would have done with it."""
     metadata, tensors = parts
-    if tensors[name].shape == shape:
-        pytest.skip("the right shape")
     tensors = {**tensors, name: np.zeros(shape, np.float32)}
     del tensors["blk.0.ffn_up.weight"]
     message = refusal(write(tmp_path / "faulty.gguf", metadata, tensors))
