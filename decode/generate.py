@@ -27,6 +27,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
     max_new_tokens: int = 128
     max_length: int | None = None  # of prompt and text together
+    stop: tuple[str, ...] = ()  # strings that end the text
     seed: int = 0
     sampling: Annotated[ej.SamplingConfig, tyro.conf.arg(name="")] = ej.SamplingConfig()
     tree: ej.TreeConfig = ej.TreeConfig()
@@ -50,6 +51,7 @@ def main(options: Options) -> None:
         sampling=options.sampling,
         tree=options.tree,
         seed=options.seed,
+        stop=options.stop,
     ):
         print(chunk.text, end="", flush=True)
         tokens += len(chunk.token_ids)

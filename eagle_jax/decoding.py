@@ -215,6 +215,13 @@ def run_rounds(params: Params, state: DecodeState, limit: Array, *, program: Pro
     return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
 
 
+@partial(jax.jit, donate_argnames="state")
+def end_rows(state: DecodeState, ended: Array) -> DecodeState:
+    """Ends the running rows of bool[B]: the host has found a stop string in them. `state` is donated."""
+    finish = jnp.where(ended & (state.finish == RUNNING), STOPPED, state.finish)
+    return dataclasses.replace(state, finish=finish)
+
+
 def _choose(program: Program, state: DecodeState, logits: Array, index: Array, seen: Array | None) -> Array:
     return sampling.choose(logits, state.settings.sampling, program.processors, state.keys, index, seen)
 

@@ -7,7 +7,7 @@ the host reads the result once at the end, or after each round for a stream.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from flax import nnx
 
 from eagle_jax import decoding, draft
 from eagle_jax import sampling as sampling_rows
+from eagle_jax import text as text_out
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.head import Head
 from eagle_jax.paths import cache_directory
@@ -27,6 +28,7 @@ Prompt = str | Sequence[int] | Chat
 CHUNK = 512  # longest piece of a prompt that runs at once
 SMALLEST_BUCKET = 32
 UNBOUNDED = np.iinfo(np.int32).max
+ROUNDS_BETWEEN_LOOKS = 8  # for stop strings, which only the host can see
 
 
 class BindsDrafter(Protocol):
@@ -45,14 +47,15 @@ class Options(TypedDict, total=False):
     tree: TreeConfig
     seed: int | Sequence[int]
     max_length: int | None
+    stop: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """What one prompt came to."""
 
-    token_ids: list[int]  # the token that ended it included
-    text: str  # without the token that ended it; "" where the target has no tokenizer
+    token_ids: list[int]  # the token that ended it, or completed a stop string, included
+    text: str  # without either; "" where the target has no tokenizer
     logprobs: list[float]  # the target's raw log-softmax of each id, before any processor
     finish_reason: str  # "stop" or "length"
     rounds: int  # target forwards after the prefill
@@ -92,6 +95,7 @@ def generate(
     tree: TreeConfig = TreeConfig(),
     seed: int | Sequence[int] = 0,
     max_length: int | None = None,
+    stop: Sequence[str] = (),
 ) -> Completion | list[Completion]:
     """Decodes prompts; the text is the target's own, whatever drafts.
 
@@ -105,6 +109,7 @@ def generate(
       tree: the shape of the draft tree; `nodes=1` is plain decoding.
       seed: an int (row i draws from fold_in(key(seed), i)), or one a row (as if each were alone under its seed).
       max_length: most tokens of prompt and completion together; None is the model's limit.
+      stop: strings that end a text; it is cut before the first one. The host looks for them every few rounds.
 
     Returns:
       A `Completion` for one prompt, a list of them for a list.
@@ -123,9 +128,9 @@ def generate(
         tree=tree,
         seed=seed,
         max_length=max_length,
+        stop=stop,
     )
-    state = job.run_rounds(job.start(), UNBOUNDED)
-    completions = job.completions(state)
+    completions = [look.completion for look in job.look(job.decode())]
     return completions[0] if single else completions
 
 
@@ -139,6 +144,7 @@ def stream(
     tree: TreeConfig = TreeConfig(),
     seed: int = 0,
     max_length: int | None = None,
+    stop: Sequence[str] = (),
 ) -> Iterator[Chunk]:
     """Decodes one prompt and yields what each round commits, the first token first. Options are `generate`'s.
 
@@ -156,26 +162,26 @@ def stream(
         tree=tree,
         seed=seed,
         max_length=max_length,
+        stop=stop,
     )
     return _stream(job)
 
 
 def _stream(job: "Job") -> Iterator[Chunk]:
     state = job.start()
-    shown, text = 0, ""
+    ids, text = 0, ""
     while True:
-        done = job.completions(state)[0]
-        running = int(np.asarray(state.finish)[0]) == decoding.RUNNING
-        whole = done.text.rstrip("\N{REPLACEMENT CHARACTER}") if running else done.text
+        (done, running), *_ = job.look(state)
+        whole = text_out.showable(done.text, job.stop) if running else done.text
         yield Chunk(
             text=whole[len(text) :],
-            token_ids=done.token_ids[shown:],
+            token_ids=done.token_ids[ids:],
             accepted=done.accepted[-1] if done.accepted else None,
             finish_reason=None if running else done.finish_reason,
         )
         if not running:
             return
-        shown, text = len(done.token_ids), max(text, whole, key=len)
+        ids, text = len(done.token_ids), max(text, whole, key=len)
         state = job.run_rounds(state, 1)
 
 
@@ -254,6 +260,7 @@ class Job:
     settings: decoding.RowSettings
     keys: jax.Array
     capacity: int
+    stop: tuple[str, ...]
 
     def start(self) -> decoding.DecodeState:
         """Prefill and first token."""
@@ -280,23 +287,54 @@ class Job:
     def run_rounds(self, state: decoding.DecodeState, limit: int) -> decoding.DecodeState:
         return decoding.run_rounds(self.params, state, jax.device_put(np.int32(limit)), program=self.program)
 
-    def completions(self, state: decoding.DecodeState) -> list[Completion]:
+    def decode(self) -> decoding.DecodeState:
+        """All rounds; between them the host waits for nothing, unless it has stop strings to look for."""
+        state = self.start()
+        if not self.stop:
+            return self.run_rounds(state, UNBOUNDED)
+        running = True
+        while running:
+            state = self.run_rounds(state, ROUNDS_BETWEEN_LOOKS)
+            still = [look.running for look in self.look(state)]
+            state = decoding.end_rows(state, jax.device_put(~np.asarray(still)))
+            running = any(still)
+        return state
+
+    def look(self, state: decoding.DecodeState) -> list["Look"]:
+        """Each row as the host sees it now."""
         fields = ("tokens", "logprobs", "accepted", "rounds", "emitted", "finish")
         host = jax.device_get({name: getattr(state, name) for name in fields})
-        return [self._completion(*values) for values in zip(*(host[name] for name in fields), strict=True)]
+        return [self._look(*values) for values in zip(*(host[name] for name in fields), strict=True)]
 
-    def _completion(self, tokens, logprobs, accepted, rounds, emitted, finish) -> Completion:
-        ids = tokens[:emitted].tolist()
-        stopped = int(finish) == decoding.STOPPED
-        tokenizer = self.target.tokenizer
-        return Completion(
+    def _look(self, tokens, logprobs, accepted, rounds, emitted, finish) -> "Look":
+        ids, accepted = tokens[:emitted].tolist(), accepted[:rounds].tolist()
+        stopped, tokenizer = int(finish) == decoding.STOPPED, self.target.tokenizer
+        cut = text_out.find_stop(tokenizer, ids, self.stop) if self.stop else None
+        if cut is not None:
+            stopped, ids, text = True, ids[: cut.tokens], cut.text
+            # Rounds that began after the stop string was complete were run for nothing and do not count.
+            begun = np.cumsum([1] + [count + 1 for count in accepted])
+            accepted = accepted[: int(np.searchsorted(begun, len(ids)))]
+        elif tokenizer is None:
+            text = ""
+        else:
+            text = text_out.decode(tokenizer, ids[:-1] if stopped else ids)
+        completion = Completion(
             token_ids=ids,
-            text=tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=True) if tokenizer else "",
-            logprobs=logprobs[:emitted].tolist(),
+            text=text,
+            logprobs=logprobs[: len(ids)].tolist(),
             finish_reason="stop" if stopped else "length",
-            rounds=int(rounds),
-            accepted=accepted[:rounds].tolist(),
+            rounds=len(accepted),
+            accepted=accepted,
         )
+        return Look(completion, running=int(finish) == decoding.RUNNING and cut is None)
+
+
+class Look(NamedTuple):
+    """A row between rounds; `finish_reason` means nothing while it is running."""
+
+    completion: Completion
+    running: bool
 
 
 def prepare(
@@ -309,9 +347,15 @@ def prepare(
     tree: TreeConfig = TreeConfig(),
     seed: int | Sequence[int] = 0,
     max_length: int | None = None,
+    stop: Sequence[str] = (),
 ) -> Job:
     """Checks all options, then lays prompts and settings out as rows; for those who drive the rounds themselves."""
     check_lengths(max_new_tokens, max_length)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in strings:
+        raise ValueError("stop holds an empty string; give strings of at least one character.")
+    if strings and target.tokenizer is None:
+        raise ValueError(f"stop needs a tokenizer, but the target {target.name} has none; use eos_token_ids instead.")
     rows = len(prompts)
     configs = [sampling] * rows if isinstance(sampling, SamplingConfig) else list(sampling)
     for name, given in (("sampling", len(configs)), ("seed", rows if isinstance(seed, int) else len(seed))):
@@ -345,6 +389,7 @@ def prepare(
         ),
         keys=sampling_rows.row_keys(seed, rows),
         capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),
+        stop=strings,
     )
 
 

@@ -10,11 +10,11 @@ import json
 
 import numpy as np
 import torch
+from rig import GOLDENS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from eagle_jax.embedded import model_path
-from rig import GOLDENS
 
 BASE = dict(
     vocab_size=16,

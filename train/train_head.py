@@ -28,6 +28,7 @@ class Options:
     data: Path  # conversations in JSONL
     output: Path  # where the head is left, and the log
     target: str = "smollm2-135m"
+    start: Path | None = None  # a head to start from, with its draft vocabulary; default: random
     features: Path | None = None  # where features are kept; default: OUTPUT/features
     max_length: int = 512  # tokens a conversation is cut at
     tokens_per_batch: int = 2048
@@ -57,7 +58,10 @@ def main(options: Options) -> None:
     vocabulary = None
     if 0 < options.draft_vocabulary < target.config.vocab_size:
         vocabulary = data.frequent_tokens(kept.rows, options.draft_vocabulary, target.config.vocab_size)
-    head = Head.random(target, seed=options.recipe.seed, vocabulary=vocabulary)
+    if options.start is None:
+        head = Head.random(target, seed=options.recipe.seed, vocabulary=vocabulary)
+    else:
+        head = checkpoint.load_head(options.start, target)
     ends = head.ends
     graphdef, params = nnx.split(head.model)
     state = training.init_state(params, options.recipe)
