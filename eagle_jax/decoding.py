@@ -35,6 +35,9 @@ class Program:
     config: ModelConfig
     drafter: Drafter
     processors: sampling.Processors
+    # Where the LM head is applied: to the nodes walked over, one after the other, or to all nodes at once. On a CPU
+    # the product's time grows with its rows; an accelerator's is that of reading the matrix, so once is best.
+    logits_on_walk: bool
 
 
 class Params(NamedTuple):
@@ -184,7 +187,11 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> Decode
     def choose(logits: Array, level: Array, seen: Array | None) -> Array:
         return _choose(program, state, logits, position + level + 1, seen)
 
-    accepted = verify.walk(tree, target.logits(features), choose, drafter.depth, state.seen)
+    at = verify.of_nodes
+    logits_at = (
+        (lambda node: target.logits(at(features)(node))) if program.logits_on_walk else at(target.logits(features))
+    )
+    accepted = verify.walk(tree, logits_at, choose, drafter.depth, state.seen)
     round_index = jnp.where(running, state.rounds, state.accepted.shape[1])
     state = dataclasses.replace(
         state,

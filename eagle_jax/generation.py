@@ -379,6 +379,7 @@ def prepare(
             config=target.config,
             drafter=drafter,
             processors=sampling_rows.processors_for(configs),
+            logits_on_walk=jax.default_backend() == "cpu",
         ),
         params=decoding.Params(params, drafter_params),
         prompts=encoded,

@@ -26,16 +26,24 @@ class Accepted(NamedTuple):
     count: Array  # i32[B], accepted draft tokens + 1
 
 
+# node i32[B] -> the target's logits there, f32[B, V].
+LogitsFn = Callable[[Array], Array]
 # (logits f32[B, V], level i32[], seen) -> tokens i32[B]; `seen` is bool[B, V], or None where nothing asks for it.
 ChooseFn = Callable[[Array, Array, Array | None], Array]
 
 
-def walk(tree: Tree, logits: Array, choose: ChooseFn, depth: int, seen: Array | None = None) -> Accepted:
+def of_nodes(values: Array) -> Callable[[Array], Array]:
+    """Looks up what is known of every node, [B, N, ...], at one node a row."""
+    row = jnp.arange(values.shape[0])
+    return lambda node: values[row, node]
+
+
+def walk(tree: Tree, logits_at: LogitsFn, choose: ChooseFn, depth: int, seen: Array | None = None) -> Accepted:
     """Walks from the root to the first choice that no child carries.
 
     Args:
       tree: the draft.
-      logits: f32[B, N, V], the target's at each node.
+      logits_at: the target's logits at one node a row.
       choose: the target's choice at one node a row.
       depth: D.
       seen: bool[B, V], the tokens of each row up to its root; the walk adds what it passes.
@@ -52,7 +60,7 @@ def walk(tree: Tree, logits: Array, choose: ChooseFn, depth: int, seen: Array | 
 
     def step(carry: tuple) -> tuple:
         level, walking, node, seen, accepted = carry
-        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]  # [B, V]
+        here = logits_at(node)
         token = choose(here, level, seen)
         logprob = here[row, token] - jax.nn.logsumexp(here, axis=-1)
         accepted = Accepted(

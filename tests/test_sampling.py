@@ -34,6 +34,7 @@ SMALL = {
     "vocab_size": 8,
     "hidden_size": 32,
     "intermediate_size": 32,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
