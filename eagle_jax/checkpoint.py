@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from eagle_jax import layers
 from eagle_jax.config import HeadConfig
 from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
-from eagle_jax.head import Head, HeadModel, frozen_ends
+from eagle_jax.head import Head, HeadModel, check_fit, frozen_ends
 from eagle_jax.target import Target
 
 WEIGHTS = "model.safetensors"
@@ -71,20 +71,26 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
     try:
         fields = json.loads((directory / CONFIG).read_text())
         tensors = load_file(directory / WEIGHTS)
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"The head in {directory} cannot be read ({error}); fetch or train it again.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{directory / CONFIG} describes no head (it is no JSON object); fetch or train it again.")
     if "fc.weight" not in tensors or any(key.startswith("midlayer.") for key in tensors):
         kind = "an EAGLE-3 head" if any(key.startswith("midlayer.") for key in tensors) else "not an EAGLE head"
         raise ValueError(f"{directory} holds {kind}; supported are EAGLE and EAGLE-2 heads (fc and one decoder layer).")
     for key in BORROWED:
         tensors.pop(key, None)
+    source = f"head in {directory}"
     vocabulary = tensors.pop(VOCABULARY, None)
     config = _config_from(fields, directory, has_bias="fc.bias" in tensors, vocabulary=vocabulary)
-    _check_fit(config, target, directory)
+    check_fit(config, target, source)
+    if vocabulary is not None and not _ascending_ids(vocabulary, config.vocab_size):
+        raise ValueError(
+            f"The {VOCABULARY} of the {source} is not ascending ids below {config.vocab_size}; train it again."
+        )
     dtype = target.dtype if dtype is None else dtype
-    source = f"the head in {directory}"
     make = lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0))  # noqa: E731
-    model = build(make, HEAD_TABLE, tensors, tensors.__getitem__, source)
+    model = build(make, HEAD_TABLE, tensors, tensors.__getitem__, f"the {source}")
     return Head(config=config, model=model, ends=frozen_ends(target, vocabulary))
 
 
@@ -101,11 +107,6 @@ def _config_from(
         raise ValueError(f"{directory / CONFIG} describes no head ({error}); fetch or train it again.") from error
 
 
-def _check_fit(config: HeadConfig, target: Target, directory: Path) -> None:
-    for field in ("hidden_size", "vocab_size"):
-        own, wanted = getattr(config, field), getattr(target.config, field)
-        if own != wanted:
-            raise ValueError(
-                f"The head in {directory} has {field} {own}, but the target {target.name} has {wanted}; "
-                f"give the head that was trained for this target."
-            )
+def _ascending_ids(vocabulary: np.ndarray, vocab_size: int) -> bool:
+    inside = vocabulary.ndim == 1 and vocabulary[0] >= 0 and vocabulary[-1] < vocab_size
+    return bool(inside and np.all(np.diff(vocabulary) > 0))

@@ -100,7 +100,10 @@ def metadata(reader: gguf.GGUFReader, path: Path, key: str, default: Any = _REQU
     """The value of a metadata key; without a default a missing key is an error that names it."""
     field = reader.get_field(key)
     if field is not None:
-        return field.contents()
+        try:
+            return field.contents()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} has a metadata key {key!r} that is no text ({error}); fetch it again.") from error
     if default is _REQUIRED:
         raise ValueError(f"{path} has no metadata key {key!r}, which a Llama model needs; fetch or convert it again.")
     return default
@@ -110,15 +113,26 @@ def config_from_gguf(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
     def value(key: str, default: Any = _REQUIRED) -> Any:
         return metadata(reader, path, f"llama.{key}", default)
 
-    hidden, heads = value("embedding_length"), value("attention.head_count")
+    hidden, heads, blocks = value("embedding_length"), value("attention.head_count"), value("block_count")
+    found = {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name.startswith("blk.")}
+    if blocks != len(found):
+        raise ValueError(
+            f"{path} describes {blocks} layers, but has tensors of {len(found)}; fetch or convert it again."
+        )
+    key_dim = value("attention.key_length", hidden // heads)
+    turned, scaling = value("rope.dimension_count", key_dim), value("rope.scaling.type", "none")
+    if turned != key_dim:
+        raise ValueError(f"{path} turns {turned} of {key_dim} dimensions of a head; supported: all of them.")
+    if scaling != "none":
+        raise ValueError(f"{path} has rope scaling {scaling!r}; supported: none.")
     return ModelConfig(
         vocab_size=len(metadata(reader, path, "tokenizer.ggml.tokens")),
         hidden_size=hidden,
         intermediate_size=value("feed_forward_length"),
-        num_hidden_layers=value("block_count"),
+        num_hidden_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=value("attention.head_count_kv", heads),
-        head_dim=value("attention.key_length", hidden // heads),
+        head_dim=key_dim,
         max_position_embeddings=value("context_length"),
         # The file holds a float32; its shortest decimal is the number that was meant.
         rms_norm_eps=float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
@@ -129,7 +143,10 @@ def config_from_gguf(reader: gguf.GGUFReader, path: Path) -> ModelConfig:
 
 def _target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype) -> Target:
     reader = read_gguf(path)
-    config = config_from_gguf(reader, path)
+    try:
+        config, tokenizer = config_from_gguf(reader, path), tokenizer_from_gguf(reader, path)
+    except (UnicodeDecodeError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} describes no Llama model ({error}); fetch or convert it again.") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def read(tensor_name: str) -> np.ndarray:
@@ -140,7 +157,7 @@ def _target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype) -> Target:
     return Target(
         config=config,
         model=model,
-        tokenizer=tokenizer_from_gguf(reader, path),
+        tokenizer=tokenizer,
         eos_token_ids=(int(metadata(reader, path, "tokenizer.ggml.eos_token_id")),),
         name=name,
     )
@@ -170,7 +187,12 @@ def build(
         if name not in names:
             faults.append(f"missing {name}")
             continue
-        weight = transform(read(name), abstract.config)
+        stored = read(name)
+        try:
+            weight = transform(stored, abstract.config)
+        except (ValueError, IndexError):  # a wrong shape may not even be transformed
+            faults.append(f"{name} of shape {stored.shape} does not become {leaf.shape}")
+            continue
         if weight.shape == leaf.shape:
             flat.append((path, leaf.replace(jnp.asarray(weight, leaf.dtype))))
         else:

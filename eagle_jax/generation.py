@@ -18,7 +18,7 @@ from eagle_jax import decoding, draft
 from eagle_jax import sampling as sampling_rows
 from eagle_jax import text as text_out
 from eagle_jax.config import SamplingConfig, TreeConfig
-from eagle_jax.head import Head
+from eagle_jax.head import Head, check_fit
 from eagle_jax.paths import cache_directory
 from eagle_jax.target import Target
 
@@ -408,5 +408,6 @@ def bind(target: Target, head: Head | BindsDrafter | None, tree: TreeConfig) -> 
         return draft.NoDraft(), ()
     if not isinstance(head, Head):
         return head.bind(target, tree)
+    check_fit(head.config, target, "head")
     drafter, params = draft.bind_head(head, tree)
     return (drafter, params) if drafter.nodes > 1 else (draft.NoDraft(), ())

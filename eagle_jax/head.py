@@ -96,3 +96,14 @@ def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> Hea
     fields["num_hidden_layers"] = 1
     fields["draft_vocab_size"] = None if vocabulary is None else len(vocabulary)
     return HeadConfig(**fields)
+
+
+def check_fit(config: HeadConfig, target: Target, source: str) -> None:
+    """Raises ValueError where a head is not of its target's sizes."""
+    for field in ("hidden_size", "vocab_size"):
+        own, wanted = getattr(config, field), getattr(target.config, field)
+        if own != wanted:
+            raise ValueError(
+                f"The {source} has {field} {own}, but the target {target.name} has {wanted}; "
+                f"give the head that was trained for this target."
+            )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that mark structure, never text
@@ -23,9 +23,17 @@ def tokenizer_from_gguf(reader: gguf.GGUFReader, path: Path) -> PreTrainedTokeni
     model, splitter = value("ggml.model"), value("ggml.pre")
     if (model, splitter) != ("gpt2", "smollm"):
         raise ValueError(f"{path} has a tokenizer of type {model!r} / {splitter!r}; supported: 'gpt2' / 'smollm'.")
-    tokens, kinds = value("ggml.tokens"), value("ggml.token_type")
-    merges = [tuple(merge.split(" ", 1)) for merge in value("ggml.merges", ())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokens, kinds = value("ggml.tokens"), value("ggml.token_type", ())
+    if len(kinds) != len(tokens):
+        raise ValueError(
+            f"{path} has {len(tokens)} tokens, but tokenizer.ggml.token_type has {len(kinds)}; convert it again."
+        )
+    try:
+        merges = [tuple(merge.split(" ", 1)) for merge in value("ggml.merges", ())]
+        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # tokenizers raises no narrower class
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} has merges that do not fit its tokens ({reason}); fetch it again.") from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -35,8 +43,15 @@ def tokenizer_from_gguf(reader: gguf.GGUFReader, path: Path) -> PreTrainedTokeni
 
     def token(key: str) -> str | None:
         index = value(f"ggml.{key}_token_id")
+        if index is not None and not 0 <= index < len(tokens):
+            raise ValueError(f"{path} has {key} token id {index}, but only {len(tokens)} tokens; fetch it again.")
         return None if index is None else tokens[index]
 
+    if value("ggml.add_bos_token", False):
+        bos = token("bos")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, value("ggml.bos_token_id"))]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=token("bos"),

@@ -301,10 +301,24 @@ def test_tensor_of_another_shape(parts, tmp_path, name, shape):
     assert name in message and "missing blk.0.ffn_up.weight" in message
 
 
-def test_more_layers_than_tensors(parts, tmp_path):
+@pytest.mark.parametrize("blocks", [2, 10**9])
+def test_more_layers_than_tensors(parts, tmp_path, blocks):
+    """Refused by the counts, before a model of so many layers is described."""
     metadata, tensors = parts
-    message = refusal(write(tmp_path / "short.gguf", metadata | {"llama.block_count": ("add_uint32", 2)}, tensors))
-    assert message.count("missing blk.1.") == 9
+    message = refusal(write(tmp_path / "short.gguf", metadata | {"llama.block_count": ("add_uint32", blocks)}, tensors))
+    assert f"describes {blocks} layers, but has tensors of 1" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("llama.rope.dimension_count", ("add_uint32", 8), "turns 8 of 16 dimensions"),
+        ("llama.rope.scaling.type", ("add_string", "yarn"), "rope scaling 'yarn'"),
+    ],
+)
+def test_rotary_embeddings_of_another_kind(parts, tmp_path, key, value, reason):
+    metadata, tensors = parts
+    assert reason in refusal(write(tmp_path / "other.gguf", metadata | {key: value}, tensors))
 
 
 @pytest.mark.parametrize("name", ["smollm9", "", "model.safetensors", "missing.gguf"])
@@ -340,6 +354,15 @@ def target_with_bos(template):
 def test_S1_exactly_one_bos(template, prompt):
     """Whether the tokenizer, the template or the prompt itself writes it."""
     assert encode_prompt(target_with_bos(template), prompt) == [0, 3, 4]
+
+
+def test_S1_one_bos_where_the_file_asks_for_it(parts, tmp_path):
+    metadata, tensors = parts
+    metadata = metadata | {"tokenizer.ggml.add_bos_token": ("add_bool", True)}
+    target = load_target(write(tmp_path / "bos.gguf", metadata, tensors))
+    for prompt in ("abc", "<|im_start|>abc", [{"role": "user", "content": "abc"}]):
+        ids = encode_prompt(target, prompt)
+        assert ids[0] == 1 and ids[1] != 1
 
 
 def test_S1_no_bos_where_the_model_uses_none(whole):

@@ -83,7 +83,7 @@ CONFIGS = [ej.SamplingConfig(temperature=1.0), ej.SamplingConfig(temperature=0.8
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["temperature", "filters"])
 def test_C1_the_joint_law_of_three_tokens_is_the_targets(small_target, config):
-    tree = ej.TreeConfig(nodes=12, depth=2, top_k=4)
+    tree = ej.TreeConfig(nodes=24, depth=2, top_k=5)
     done, counts = draw(small_target, make_head(small_target), config, tree)
     assert mean_accepted(done) > 0.5
     law = exact_law(small_target, config)
