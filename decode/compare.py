@@ -8,18 +8,15 @@ Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn 
 difference is listed with plain decoding's gap between its two best of `logits + temperature * noise` there: rounding
 differs between one token a forward and many, and only a gap below 2e-4 excuses a difference. Exits with 1 on any other.
 
---speed decodes each prompt alone, both ways in turn, after a run that compiles; the figures leave prefill out by
-subtracting a run of one token. `tau / cost`, with `cost` a round in plain steps, must agree with the measured ratio.
+--speed decodes each prompt alone, both ways in turn, after a run that compiles; prefill is left out. `tau / cost`, with
+`cost` a round in plain steps (timed over a few rounds of each prompt), should agree with the measured ratio.
 """
 
 import dataclasses
 import json
 import os
 import platform
-import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -33,6 +30,7 @@ from rich.progress import track
 import eagle_jax as ej
 from eagle_jax import generation, sampling
 from eagle_jax.features import features_of
+from eagle_jax.script import require, run
 
 EXCUSED_GAP = 2e-4
 
@@ -51,11 +49,26 @@ class Options:
     sampling: Annotated[ej.SamplingConfig, tyro.conf.arg(name="")] = ej.SamplingConfig()
     tree: ej.TreeConfig = ej.TreeConfig()
 
+    def __post_init__(self):
+        for name in ("limit", "batch"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        require(len(self.prompts) > 0 and len(self.seeds) > 0, "Give at least one file of prompts and one seed.")
+        require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a comparison needs at least 2.")
+
 
 def read_prompts(path: Path, limit: int) -> list[list[dict[str, str]]]:
+    chats = []
     with open(path, encoding="utf-8") as lines:
-        turns = [json.loads(line)["turns"][0] for line in lines if line.strip()]
-    return [[{"role": "user", "content": turn}] for turn in turns[:limit]]
+        for number, line in enumerate(lines, start=1):
+            if len(chats) == limit:
+                break
+            try:
+                chats.append([{"role": "user", "content": str(json.loads(line)["turns"][0])}])
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ValueError(
+                    f'{path}, line {number} is not of the form {{"turns": ["..."]}} ({error!r}).'
+                ) from error
+    return chats
 
 
 def top_two_gap(target: ej.Target, ids: list[int], key: jax.Array, config: ej.SamplingConfig) -> float:
@@ -118,57 +131,37 @@ class Speed(NamedTuple):
     drafted_round: float
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - started
+ROUNDS_TIMED = 8
 
 
 def compare_speed(options: Options, target: ej.Target, head: ej.Head, prompts: list[list[int]]) -> Speed:
-    """Decodes each prompt both ways in turn, then times rounds by themselves."""
-    totals = {"plain": 0.0, "drafted": 0.0}
-    tokens = 0
-    drafters = {"plain": None, "drafted": head}
+    """Decodes each prompt to its end, plainly and with drafts in turn, and by itself a few rounds of each.
 
-    def generate(name: str, prompt: list[int], new: int) -> ej.Completion:
-        settings: Any = {"sampling": options.sampling, "tree": options.tree}
-        return ej.generate(target, drafters[name], prompt, max_new_tokens=new, **settings)
-
-    for prompt in track(prompts, description="timing generate"):
-        for name in totals:
-            for new in (1, options.max_new_tokens):
-                generate(name, prompt, new)  # compiles for this prompt's bucket
-            first, whole = (seconds(partial(generate, name, prompt, new)) for new in (1, options.max_new_tokens))
-            totals[name] += whole - first
-        tokens += len(generate("plain", prompt, options.max_new_tokens).token_ids) - 1
-
-    rounds, per_round = 8, {}
-    jobs = {
-        name: generation.prepare(
-            target,
-            drafters[name],
-            prompts[:1],
-            max_new_tokens=options.max_new_tokens,
-            tree=options.tree,
-            sampling=options.sampling,
-        )
-        for name in totals
-    }
-    for job in jobs.values():
-        jax.block_until_ready(job.run_rounds(job.start(), rounds))
-    for name, job in jobs.items():
-        times = []
-        for _ in range(5):
-            state = jax.block_until_ready(job.start())
-            times.append(seconds(lambda job=job, state=state: job.run_rounds(state, rounds)) / rounds)
-        per_round[name] = float(np.median(times))
-    return Speed(totals["plain"] / tokens, totals["drafted"] / tokens, per_round["plain"], per_round["drafted"])
+    The few rounds start anew from the prompt and run only as far as the text goes; they tell what a round costs apart
+    from how many there are.
+    """
+    shared: Any = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling}
+    whole, rounds = np.zeros(2), np.zeros(2)
+    tokens, rounds_timed = np.zeros(2), np.zeros(2)
+    for prompt in track(prompts, description="timing"):
+        jobs = [generation.prepare(target, drafter, [prompt], tree=options.tree, **shared) for drafter in (None, head)]
+        for job in jobs:
+            jax.block_until_ready(job.run_rounds(job.start(), generation.UNBOUNDED))  # compiles
+        for way, job in enumerate(jobs):
+            for limit, total, count in ((generation.UNBOUNDED, whole, tokens), (ROUNDS_TIMED, rounds, rounds_timed)):
+                state = jax.block_until_ready(job.start())
+                started = time.perf_counter()
+                state = jax.block_until_ready(job.run_rounds(state, limit))
+                total[way] += time.perf_counter() - started
+                # The first token is the prefill's.
+                count[way] += int(state.emitted[0]) - 1 if limit == generation.UNBOUNDED else int(state.rounds[0])
+    return Speed(*(whole / tokens), *(rounds / rounds_timed))
 
 
 def main(options: Options) -> None:
+    chats = [chat for path in options.prompts for chat in read_prompts(path, options.limit)]
     target = ej.load_target(options.target)
     head = ej.load_head(options.head, target)
-    chats = [chat for path in options.prompts for chat in read_prompts(path, options.limit)]
     prompts = [generation.encode_prompt(target, chat) for chat in chats]
 
     drafter, _ = generation.bind(target, head, options.tree)
@@ -208,7 +201,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    run(main, Options, __doc__)

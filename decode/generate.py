@@ -16,6 +16,7 @@ import tyro
 
 import eagle_jax as ej
 from eagle_jax.generation import check_lengths
+from eagle_jax.script import require, run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,13 @@ class Options:
     sampling: Annotated[ej.SamplingConfig, tyro.conf.arg(name="")] = ej.SamplingConfig()
     tree: ej.TreeConfig = ej.TreeConfig()
 
+    def __post_init__(self):
+        require((self.chat is None) != (self.prompt == ""), "Give either a prompt or --chat with a message.")
+        require("" not in self.stop, "stop holds an empty string; give strings of at least one character.")
+        check_lengths(self.max_new_tokens, self.max_length)
+
 
 def main(options: Options) -> None:
-    if (options.chat is None) == (options.prompt == ""):
-        raise ValueError("Give either a prompt or --chat with a message.")
-    check_lengths(options.max_new_tokens, options.max_length)
     target = ej.load_target(options.target, dtype=options.dtype)
     head = None if options.head == "none" else ej.load_head(options.head, target)
     prompt = options.prompt if options.chat is None else [{"role": "user", "content": options.chat}]
@@ -67,7 +70,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run(main, Options, __doc__)

@@ -75,8 +75,9 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
         raise ValueError(f"The head in {directory} cannot be read ({error}); fetch or train it again.") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{directory / CONFIG} describes no head (it is no JSON object); fetch or train it again.")
-    if "fc.weight" not in tensors or any(key.startswith("midlayer.") for key in tensors):
-        kind = "an EAGLE-3 head" if any(key.startswith("midlayer.") for key in tensors) else "not an EAGLE head"
+    of_eagle3 = any(key.startswith("midlayer.") for key in tensors)
+    if of_eagle3 or "fc.weight" not in tensors:
+        kind = "an EAGLE-3 head" if of_eagle3 else "no EAGLE head"
         raise ValueError(f"{directory} holds {kind}; supported are EAGLE and EAGLE-2 heads (fc and one decoder layer).")
     for key in BORROWED:
         tensors.pop(key, None)

@@ -55,17 +55,20 @@ GGUF_TABLE: Table = (
 )
 
 
-def load_target(name: str | Path, dtype: layers.Dtype | None = None) -> Target:
+def load_target(name: str | Path, dtype: layers.Dtype | None = None, quantization: None = None) -> Target:
     """Loads a target by name: an embedded model or a .gguf file of the Llama family.
 
     Args:
       name: "smollm2-135m" (fetched once into the user's cache) or the path of a .gguf file.
       dtype: of the parameters; None is bfloat16 on accelerators and float32 on a CPU.
+      quantization: only None so far; a quantised file is read into `dtype`.
 
     Raises:
       ValueError: unknown name, unsupported architecture, or tensors that do not fit the file's own description.
       OSError: the file cannot be read, fetched or stored.
     """
+    if quantization is not None:
+        raise ValueError(f"quantization is {quantization!r}; only None is supported.")
     if str(name) in embedded.EMBEDDED:
         path = embedded.model_path(str(name))
     else:
@@ -151,7 +154,13 @@ def _target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype) -> Target:
 
     def read(tensor_name: str) -> np.ndarray:
         tensor = tensors[tensor_name]
-        return gguf.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            return gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ValueError(
+                f"{path} stores {tensor_name} as {kind}, which cannot be read; convert it again."
+            ) from error
 
     model = build(lambda: TargetModel(config, dtype=dtype, rngs=nnx.Rngs(0)), GGUF_TABLE, tensors, read, str(path))
     return Target(

@@ -57,6 +57,10 @@ def _parse(line: str, where: str) -> list[Message]:
             raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}.")
         if not isinstance(content, str):
             raise ValueError(f"{where} has a message whose content is a {type(content).__name__}, not a text.")
+    if not pairs or pairs[0][0] == "assistant":
+        raise ValueError(
+            f"{where} does not begin with a turn of the system's or the user's, which every conversation needs."
+        )
     return [{"role": role, "content": content} for role, content in pairs]
 
 

@@ -85,7 +85,6 @@ def init_state(
 ) -> DecodeState:
     """A state for rows of up to `capacity` tokens, prompts not yet seen."""
     config, batch = program.config, settings.limit.shape[0]
-    settings = jax.tree.map(jnp.asarray, settings)
     zeros = jnp.zeros((batch,), jnp.int32)
     seen = jnp.zeros((batch, config.vocab_size), bool) if program.processors.repetition_penalty else None
     return DecodeState(
@@ -187,11 +186,15 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> Decode
     def choose(logits: Array, level: Array, seen: Array | None) -> Array:
         return _choose(program, state, logits, position + level + 1, seen)
 
-    at = verify.of_nodes
-    logits_at = (
-        (lambda node: target.logits(at(features)(node))) if program.logits_on_walk else at(target.logits(features))
-    )
-    accepted = verify.walk(tree, logits_at, choose, drafter.depth, state.seen)
+    if program.logits_on_walk:
+        feature_at = verify.of_nodes(features)
+        accepted = verify.walk(
+            tree, lambda node: target.logits(feature_at(node)), choose, drafter.depth, running, state.seen
+        )
+    else:
+        accepted = verify.walk(
+            tree, verify.of_nodes(target.logits(features)), choose, drafter.depth, running, state.seen
+        )
     round_index = jnp.where(running, state.rounds, state.accepted.shape[1])
     state = dataclasses.replace(
         state,
@@ -200,9 +203,8 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> Decode
         rounds=state.rounds + running,
     )
     path_features = jnp.take_along_axis(features, accepted.path[:, :, None], axis=1)
-    count = jnp.where(running, accepted.count, 0)
     before = state.emitted
-    state = _emit(program, params, state, accepted.tokens, accepted.logprobs, count, path_features)
+    state = _emit(program, params, state, accepted.tokens, accepted.logprobs, accepted.count, path_features)
     cache = kv.commit(state.cache, rows, state.emitted - before, accepted.path)
     return dataclasses.replace(state, cache=cache)
 

@@ -44,7 +44,8 @@ class Committed(NamedTuple):
 class Drafter(Protocol):
     """Static and hashable; parameters and state are passed in and out.
 
-    A prompt comes in chunks (`prefill`), a round's tokens at its end (`observe`); `propose` drafts below `root`.
+    A prompt comes in chunks (`prefill`), a round's tokens at its end (`observe`); `propose` drafts below `root`. Tokens
+    come as successors of features, so the first token of a prompt is never shown: no feature goes before it.
     """
 
     @property
@@ -123,6 +124,11 @@ def dynamic_nodes(config: TreeConfig, vocab_size: int) -> int:
     return min(config.nodes, 1 + width + (config.depth - 1) * width * width)
 
 
+def dynamic_depth(config: TreeConfig) -> int:
+    """D of a dynamic tree: a node needs an ancestor at every level above it, so there are no more levels than nodes."""
+    return min(config.depth, config.nodes - 1)
+
+
 def draft_dynamic(
     step: StepFn, carry: Any, start: Start, root: Array, token_ids: Callable[[Array], Array], config: TreeConfig
 ) -> Tree:
@@ -137,7 +143,7 @@ def draft_dynamic(
       config: a "dynamic" tree.
     """
     batch, vocab_size = start.log_probs.shape
-    width = min(config.top_k, vocab_size)
+    width, levels = min(config.top_k, vocab_size), dynamic_depth(config)
     rows = jnp.arange(batch)[:, None]
 
     # Every candidate ever scored stays in the pool; a parent is its index there.
@@ -149,14 +155,14 @@ def draft_dynamic(
     ancestors = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
     filled = width
 
-    for depth in range(1, config.depth):
+    for depth in range(1, levels):
         carry, log_probs, features = step(carry, Frontier(tokens, features, depth, ancestors))
         child_scores, best = jax.lax.top_k(log_probs, width)  # [B, K, K]
         child_scores = (child_scores + scores[:, :, None]).reshape(batch, -1)
         child_tokens = token_ids(best).reshape(batch, -1)
         parents = jnp.repeat(frontier_index, width, axis=1)
         pool.append((child_tokens, parents, jnp.full_like(parents, depth + 1), child_scores))
-        if depth + 1 == config.depth:
+        if depth + 1 == levels:
             break
         # Next frontier: the K candidates of this level with the best paths (section 4.1).
         scores, chosen = jax.lax.top_k(child_scores, width)
@@ -318,11 +324,12 @@ class HeadDrafter:
     @property
     def depth(self) -> int:
         if self.tree.kind == "dynamic":
-            return self.tree.depth
+            return dynamic_depth(self.tree)
         return max(map(len, static_choices(self.tree, self.draft_vocab_size)))
 
     def init(self, params: HeadParams, batch: int, capacity: int) -> DraftState:
-        dtype, room = params.ends.embedding.dtype, self.depth + 1
+        # The head may be of another dtype than its target: keys and values are the head's, features the target's.
+        dtype, room = jax.tree.leaves(params.head)[0].dtype, self.depth + 1
         shape = {"layers": 1, "batch": batch, "kv_heads": self.config.kv_heads, "key_dim": self.config.key_dim}
         none = jnp.zeros((batch,), jnp.int32)
         fresh = kv.empty(capacity=room, dtype=dtype, **shape)
@@ -331,7 +338,7 @@ class HeadDrafter:
             fresh=kv.Rows(fresh.keys, fresh.values),
             fresh_count=none,
             pending=Committed(
-                features=jnp.zeros((batch, room, self.config.hidden_size), dtype),
+                features=jnp.zeros((batch, room, self.config.hidden_size), params.ends.embedding.dtype),
                 next_tokens=jnp.zeros((batch, room), jnp.int32),
                 count=none,
             ),
@@ -397,7 +404,9 @@ class HeadDrafter:
         return step
 
     def _log_probs(self, params: HeadParams, features: Array) -> Array:
-        return jax.nn.log_softmax(lm_logits(features, params.ends.lm_head), axis=-1)
+        log_probs = jax.nn.log_softmax(lm_logits(features, params.ends.lm_head), axis=-1)
+        # top_k ranks NaN first, which would put children before their parents. A broken head must not break a tree.
+        return jnp.where(jnp.isnan(log_probs), -jnp.inf, log_probs)
 
 
 def bind_head(head: Head, tree: TreeConfig) -> tuple[HeadDrafter, HeadParams]:

@@ -10,7 +10,6 @@ B batch rows, T tokens, E hidden size.
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -53,7 +52,12 @@ def load_or_make(
     manifest = _manifest(target, rows)
     offsets = row_offsets(rows)
     if (directory / "manifest.json").exists():
-        found = json.loads((directory / "manifest.json").read_text())
+        try:
+            found = dict(json.loads((directory / "manifest.json").read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{directory / 'manifest.json'} cannot be read ({error}); delete it and run again."
+            ) from error
         if found != manifest:
             differing = [key for key in manifest if found.get(key) != manifest[key]]
             pairs = ", ".join(f"{key} is {found.get(key)!r}, needed is {manifest[key]!r}" for key in differing)
@@ -68,17 +72,19 @@ def load_or_make(
 
 
 def _manifest(target: Target, rows: list[Row]) -> dict[str, object]:
-    digest = hashlib.sha256()
+    tokens = hashlib.sha256()
     for row in rows:
-        digest.update(row.tokens.tobytes())
-        digest.update(b"|")
+        tokens.update(row.tokens.tobytes() + b"|")
+    # One matrix of the last layer tells a fine-tune from the model it started from.
+    weights = np.asarray(target.model.layers[-1].mlp.down_proj.kernel[...], np.float32)
     return {
         "target": target.name,
+        "dtype": str(target.dtype),
         "hidden_size": target.config.hidden_size,
         "layers": target.config.num_hidden_layers,
-        "tokens": int(sum(len(row.tokens) for row in rows)),
-        "rows_sha256": digest.hexdigest(),
-        "byte_order": sys.byteorder,
+        "weights_sha256": hashlib.sha256(weights.tobytes()).hexdigest(),
+        "tokens": sum(len(row.tokens) for row in rows),
+        "rows_sha256": tokens.hexdigest(),
     }
 
 

@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
     tree: TreeConfig
     seed: int | Sequence[int]
     max_length: int | None
-    stop: Sequence[str]
+    stop: str | Sequence[str] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,16 +86,7 @@ def generate(
     target: Target, head: Head | BindsDrafter | None, prompts: Sequence[Prompt], **options: Unpack[Options]
 ) -> list[Completion]: ...
 def generate(
-    target: Target,
-    head: Head | BindsDrafter | None,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),
-    tree: TreeConfig = TreeConfig(),
-    seed: int | Sequence[int] = 0,
-    max_length: int | None = None,
-    stop: Sequence[str] = (),
+    target: Target, head: Head | BindsDrafter | None, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
 ) -> Completion | list[Completion]:
     """Decodes prompts; the text is the target's own, whatever drafts.
 
@@ -104,12 +95,13 @@ def generate(
       head: drafts tokens for the target to check; None decodes plainly, one token a forward.
       prompts: a string, a flat list of token ids, a chat (list of {"role", "content"}, through the model's template),
         or a list of any of these.
-      max_new_tokens: most tokens to emit for each prompt; 0 is allowed.
+      max_new_tokens: most tokens to emit for each prompt, 128 unless given; 0 is allowed.
       sampling: one for all rows, or one a row; the default is greedy.
       tree: the shape of the draft tree; `nodes=1` is plain decoding.
-      seed: an int (row i draws from fold_in(key(seed), i)), or one a row (as if each were alone under its seed).
+      seed: an int, 0 unless given (row i draws from fold_in(key(seed), i)), or one a row (each as if alone under it).
       max_length: most tokens of prompt and completion together; None is the model's limit.
-      stop: strings that end a text; it is cut before the first one. The host looks for them every few rounds.
+      stop: strings that end a text; it is cut before the first one. The host looks for them every few rounds, in the
+        text, which holds no markers such as <|im_end|>: those are the target's `eos_token_ids`.
 
     Returns:
       A `Completion` for one prompt, a list of them for a list.
@@ -119,32 +111,13 @@ def generate(
     """
     single = _is_single(prompts)
     rows: Any = [prompts] if single else prompts
-    job = prepare(
-        target,
-        head,
-        rows,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        tree=tree,
-        seed=seed,
-        max_length=max_length,
-        stop=stop,
-    )
+    job = prepare(target, head, rows, **options)
     completions = [look.completion for look in job.look(job.decode())]
     return completions[0] if single else completions
 
 
 def stream(
-    target: Target,
-    head: Head | BindsDrafter | None,
-    prompt: Prompt,
-    *,
-    max_new_tokens: int = 128,
-    sampling: SamplingConfig = SamplingConfig(),
-    tree: TreeConfig = TreeConfig(),
-    seed: int = 0,
-    max_length: int | None = None,
-    stop: Sequence[str] = (),
+    target: Target, head: Head | BindsDrafter | None, prompt: Prompt, **options: Unpack[Options]
 ) -> Iterator[Chunk]:
     """Decodes one prompt and yields what each round commits, the first token first. Options are `generate`'s.
 
@@ -152,19 +125,8 @@ def stream(
     the completion's.
     """
     if not _is_single(prompt):
-        raise ValueError(f"stream takes one prompt, but {len(prompt)} were given; use generate for several.")
-    job = prepare(
-        target,
-        head,
-        [prompt],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        tree=tree,
-        seed=seed,
-        max_length=max_length,
-        stop=stop,
-    )
-    return _stream(job)
+        raise ValueError(f"stream takes one prompt, not a list of {len(prompt)}; use generate for lists.")
+    return _stream(prepare(target, head, [prompt], **options))
 
 
 def _stream(job: "Job") -> Iterator[Chunk]:
@@ -214,6 +176,9 @@ def encode_prompt(target: Target, prompt: Any) -> list[int]:
             raise ValueError(f"The target {target.name} has no tokenizer; give prompts as lists of token ids.")
         text = prompt
         if not isinstance(prompt, str):
+            for message in prompt:
+                if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                    raise ValueError(f"A chat holds {message!r}; each message needs a role and a content.")
             text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         # A template may have written BOS already.
         already = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
@@ -342,23 +307,28 @@ def prepare(
     head: Head | BindsDrafter | None,
     prompts: Sequence[Any],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int = 128,
     sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig(),
     tree: TreeConfig = TreeConfig(),
     seed: int | Sequence[int] = 0,
     max_length: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
 ) -> Job:
     """Checks all options, then lays prompts and settings out as rows; for those who drive the rounds themselves."""
     check_lengths(max_new_tokens, max_length)
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in strings:
         raise ValueError("stop holds an empty string; give strings of at least one character.")
     if strings and target.tokenizer is None:
         raise ValueError(f"stop needs a tokenizer, but the target {target.name} has none; use eos_token_ids instead.")
     rows = len(prompts)
     configs = [sampling] * rows if isinstance(sampling, SamplingConfig) else list(sampling)
-    for name, given in (("sampling", len(configs)), ("seed", rows if isinstance(seed, int) else len(seed))):
+    one_seed = isinstance(seed, (int, np.integer))
+    seeds = [int(seed)] * rows if isinstance(seed, (int, np.integer)) else [int(one) for one in seed]
+    for one in seeds:
+        if not -(2**63) <= one < 2**63:
+            raise ValueError(f"A seed is {one}; it must fit into 64 bits.")
+    for name, given in (("sampling", len(configs)), ("seed", len(seeds))):
         if given != rows:
             raise ValueError(f"{name} is a list of {given}, but there are {rows} prompts; give one for each.")
     limit = min(target.config.max_position_embeddings, max_length or UNBOUNDED)
@@ -388,7 +358,7 @@ def prepare(
             stop_ids=jnp.tile(stop_ids, (rows, 1)),
             limit=jnp.asarray(np.minimum(room, max_new_tokens), jnp.int32),
         ),
-        keys=sampling_rows.row_keys(seed, rows),
+        keys=sampling_rows.row_keys(seeds[0] if one_seed else seeds, rows),
         capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),
         stop=strings,
     )
@@ -396,8 +366,8 @@ def prepare(
 
 def check_lengths(max_new_tokens: int, max_length: int | None) -> None:
     """Raises ValueError for lengths that make no sense for any prompt."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must not be negative.")
+    if not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number and not negative.")
     if max_length is not None and max_length <= 0:
         raise ValueError(f"max_length is {max_length}; it must be at least 1.")
 

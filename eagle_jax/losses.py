@@ -66,7 +66,8 @@ def _distill_chunk(predicted: Array, wanted: Array, weight: Array, lm_head: Arra
     teacher, student = lm_logits(wanted, lm_head), lm_logits(predicted, lm_head)
     entropy = -jnp.sum(jax.nn.softmax(teacher) * jax.nn.log_softmax(student), axis=-1)
     own = jnp.take_along_axis(student, jnp.argmax(teacher, axis=-1)[:, None], axis=-1)
-    above = jnp.sum(student > own, axis=-1)  # how many tokens the head prefers to the target's best
+    # How many tokens the head prefers to the target's best; NaN, which is in no order, is no hit.
+    above = jnp.sum(~(student <= own), axis=-1)
     hits = jnp.sum((above < 1) * weight), jnp.sum((above < 3) * weight)
     return jnp.sum(entropy * weight), hits
 

@@ -84,7 +84,7 @@ def keep_mask(logits: Array, params: SamplingParams, processors: Processors) -> 
     keep = jnp.ones(logits.shape, bool)
     if processors.top_k or processors.top_p:
         ordered = -jnp.sort(-scaled, axis=-1)
-        kept = jnp.arange(logits.shape[-1]) < params.top_k[:, None]  # ranks, best first
+        kept = ordered >= jnp.take_along_axis(ordered, params.top_k[:, None] - 1, axis=1)
         if processors.top_p:
             probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
             before = jnp.cumsum(probabilities, axis=-1) - probabilities

@@ -51,10 +51,11 @@ class TrainConfig:
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"TrainConfig.optimizer is {self.optimizer!r}; it must be 'adamw' or 'muon'.")
         for name in ("steps", "learning_rate", "muon_learning_rate", "gradient_clip"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # NaN is refused too
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be positive.")
-        for name in ("warmup_steps", "weight_decay", "regression_weight", "cross_entropy_weight", "noise"):
-            if getattr(self, name) < 0:
+        weights = ("regression_weight", "cross_entropy_weight", "weight_decay")
+        for name in ("warmup_steps", "final_learning_rate", "noise", *weights):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must not be negative.")
 
 

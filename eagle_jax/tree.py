@@ -26,10 +26,6 @@ class Tree:
     depths: Array  # i32[B, N], 0 at the root
     log_scores: Array  # f32[B, N], the draft's log-probability of the path from the root; 0 at the root
 
-    @property
-    def nodes(self) -> int:
-        return self.tokens.shape[1]
-
 
 def root_only(root: Array) -> Tree:
     """The tree of one node; verifying it is plain decoding. `root` is i32[B]."""

@@ -38,7 +38,14 @@ def of_nodes(values: Array) -> Callable[[Array], Array]:
     return lambda node: values[row, node]
 
 
-def walk(tree: Tree, logits_at: LogitsFn, choose: ChooseFn, depth: int, seen: Array | None = None) -> Accepted:
+def walk(
+    tree: Tree,
+    logits_at: LogitsFn,
+    choose: ChooseFn,
+    depth: int,
+    running: Array | None = None,
+    seen: Array | None = None,
+) -> Accepted:
     """Walks from the root to the first choice that no child carries.
 
     Args:
@@ -46,6 +53,7 @@ def walk(tree: Tree, logits_at: LogitsFn, choose: ChooseFn, depth: int, seen: Ar
       logits_at: the target's logits at one node a row.
       choose: the target's choice at one node a row.
       depth: D.
+      running: bool[B], the rows that walk at all, with a count of 0 for the others; None for all.
       seen: bool[B, V], the tokens of each row up to its root; the walk adds what it passes.
 
     Only the nodes walked over are chosen at, and the walk ends when its longest row does.
@@ -75,5 +83,11 @@ def walk(tree: Tree, logits_at: LogitsFn, choose: ChooseFn, depth: int, seen: Ar
         return level + 1, walking & found, child, seen, accepted
 
     nothing = Accepted(empty, empty, jnp.zeros(empty.shape, jnp.float32), jnp.zeros((batch,), jnp.int32))
-    start = (jnp.zeros((), jnp.int32), jnp.ones((batch,), bool), jnp.full((batch,), ROOT, jnp.int32), seen, nothing)
+    start = (
+        jnp.zeros((), jnp.int32),
+        jnp.ones((batch,), bool) if running is None else running,
+        jnp.full((batch,), ROOT, jnp.int32),
+        seen,
+        nothing,
+    )
     return jax.lax.while_loop(unfinished, step, start)[-1]

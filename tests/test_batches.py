@@ -7,7 +7,7 @@ from engine_rig import TREE, ids, make_head, make_target, mean_accepted, random_
 
 import eagle_jax as ej
 
-NEW = 64
+NEW = 32
 WARM = ej.SamplingConfig(temperature=1.0)
 
 

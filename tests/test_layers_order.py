@@ -6,7 +6,7 @@ from pathlib import Path
 import eagle_jax
 
 LAYERS = [
-    {"config", "numerics", "paths", "text"},
+    {"config", "numerics", "paths", "script", "text"},
     {"tree", "cache", "sampling", "losses"},
     {"layers"},
     {"target", "head"},
