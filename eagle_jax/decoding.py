@@ -125,15 +125,15 @@ def prefill(
       count: i32[B], how many of a prompt's tokens stand in the first C places; 0 for a prompt that has ended.
       pairs: i32[B], how many of those have their successor in the prompt: all but its last token.
     """
-    features, rows = _read_chunk(params.target, state.cache, tokens, program=program)
+    features, rows = _read_chunk(params.target, state.cache, tokens, target=program.target)
     return _write_chunk(params, state, features, rows, tokens, count, pairs, program=program)
 
 
-@partial(jax.jit, static_argnames="program")
-def _read_chunk(params: nnx.State, cache: kv.KVCache, tokens: Array, *, program: Program) -> tuple[Array, kv.Rows]:
+@partial(jax.jit, static_argnames="target")
+def _read_chunk(params: nnx.State, cache: kv.KVCache, tokens: Array, *, target: nnx.GraphDef) -> tuple[Array, kv.Rows]:
     length = tokens.shape[1] - 1
     positions = cache.length[:, None] + jnp.arange(length)
-    return nnx.merge(program.target, params)(tokens[:, :-1], positions, layers.causal_mask(length), cache)
+    return nnx.merge(target, params)(tokens[:, :-1], positions, layers.causal_mask(length), cache)
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")

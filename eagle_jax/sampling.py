@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from eagle_jax.config import SamplingConfig
@@ -135,4 +136,4 @@ def row_keys(seed: int | Sequence[int], rows: int) -> Array:
     if isinstance(seed, int):
         key = jax.random.key(seed)
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
-    return jnp.stack([jax.random.fold_in(jax.random.key(one), 0) for one in seed])
+    return jax.vmap(lambda one: jax.random.fold_in(jax.random.key(one), 0))(jnp.asarray(np.asarray(seed, np.int64)))

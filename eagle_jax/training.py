@@ -96,6 +96,8 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def init_state(head: nnx.State, config: TrainConfig) -> TrainState:
+    """A state that starts from `head`, which stays the caller's: steps donate the state's own copy."""
+    head = jax.tree.map(jnp.copy, head)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         head=head,

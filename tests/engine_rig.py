@@ -27,14 +27,18 @@ CLEAR = 2e-4  # choices whose scores lie closer may change places under float32'
 def make_target(seed: int = 0, sharpness: float = 10.0, eos: tuple[int, ...] = (), **overrides: Any) -> ej.Target:
     """The tiny target with its matrices scaled up: at their usual size all logits are almost the same."""
     target = tiny_target(seed, eos, **overrides)
-    graphdef, params = nnx.split(target.model)
-    scaled = jax.tree.map(lambda x: x if x.ndim == 1 else x * sharpness, params)  # all but the norms
-    return dataclasses.replace(target, model=nnx.merge(graphdef, scaled))
+    return dataclasses.replace(target, model=_sharpened(target.model, sharpness))
 
 
-def make_head(target: ej.Target) -> ej.Head:
+def make_head(target: ej.Target, sharpness: float = 3.0) -> ej.Head:
     """A head that has learned nothing; among so few tokens it is right now and then."""
-    return ej.Head.random(target, seed=1)
+    head = ej.Head.random(target, seed=1)
+    return dataclasses.replace(head, model=_sharpened(head.model, sharpness))
+
+
+def _sharpened(model: Any, factor: float) -> Any:
+    graphdef, params = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x if x.ndim == 1 else x * factor, params))  # all but the norms
 
 
 def random_prompts(count: int, lengths: Sequence[int] = (3, 5, 8, 13, 21), seed: int = 0, vocab: int = 16):

@@ -15,6 +15,7 @@ from eagle_jax.features import features_of
 
 DEPTH = 4
 LENGTH = 16
+SHARP = 6.0  # so that a pair's position tells in its attention
 TOKENS = jnp.asarray(random_prompts(2, lengths=(LENGTH,), seed=9), jnp.int32)
 
 
@@ -32,7 +33,7 @@ def features(target):
 def predict(monkeypatch, target):
     """The training forward: predicted features [1, T - 1, E] from tokens i32[1, T] and features [1, T, E]."""
     monkeypatch.setattr(losses, "loss_sums", lambda predicted, *rest: predicted)
-    head = make_head(target)
+    head = make_head(target, SHARP)
     graphdef, params = nnx.split(head.model)
 
     @jax.jit
@@ -64,17 +65,18 @@ def check_chain(target, predict, features, tree, lengths):
         score = 0.0
         for level in range(1, DEPTH + 1):
             predicted = predict(tokens, inputs)[0, length + level - 3]
-            logits = np.asarray(target.model.logits(predicted))
-            log_probs = logits - np.log(np.sum(np.exp(logits)))
-            score += log_probs.max()
-            assert tree.tokens[row, level] == np.argmax(log_probs)
+            log_probs = jax.nn.log_softmax(target.model.logits(predicted))
+            score += float(log_probs.max())
+            assert tree.tokens[row, level] == jnp.argmax(log_probs)
             np.testing.assert_allclose(tree.log_scores[row, level], score, atol=1e-4)
             tokens[0, length + level - 1], inputs[0, length + level - 2] = tree.tokens[row, level], predicted
 
 
 def test_M2_a_chain_is_the_training_forward(target, features, predict):
     """After a prompt, and after rounds that committed other numbers of tokens in each row."""
-    drafter, params = draft.bind_head(make_head(target), ej.TreeConfig(kind="chain", nodes=DEPTH + 1, depth=DEPTH))
+    drafter, params = draft.bind_head(
+        make_head(target, SHARP), ej.TreeConfig(kind="chain", nodes=DEPTH + 1, depth=DEPTH)
+    )
     prompts = [5, 3]
     state = drafter.init(params, 2, 32)
     prefill, observe, propose = map(jax.jit, (drafter.prefill, drafter.observe, drafter.propose))

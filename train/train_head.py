@@ -71,7 +71,6 @@ def main(options: Options) -> None:
         head = checkpoint.load_head(options.start, target, dtype=jnp.float32)
     graphdef, params = nnx.split(head.model)
     state = training.init_state(params, options.recipe)
-    del params
 
     rows = kept.rows + held.rows
     store = features.load_or_make(
