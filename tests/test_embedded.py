@@ -271,7 +271,10 @@ def test_main_prints_the_path(pip: FakePip, cache: Path, capsys: pytest.CaptureF
 def test_command_line_fails_with_one_line(cache: Path):
     cache.write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "eagle_jax.embedded"], env=dict(os.environ), capture_output=True, text=True
+        [sys.executable, "-c", "import sys; from eagle_jax.embedded import main; sys.exit(main([]))"],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     assert done.stdout == ""

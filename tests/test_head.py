@@ -339,7 +339,7 @@ def test_eagle_3_head(target, saved):
 
 def test_weights_of_something_else(target, saved):
     save_file({"model.norm.weight": np.zeros(4, np.float32)}, saved / "model.safetensors")
-    assert "not an EAGLE head" in refusal(saved, target)
+    assert "no EAGLE head" in refusal(saved, target)
 
 
 def test_faulty_tensors_are_listed_in_one_error(target, saved):

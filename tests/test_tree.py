@@ -150,7 +150,7 @@ ROOTS = np.array([5, 0, 22], np.int32)
 def test_dynamic_tree(config, width, nodes):
     table = log_probabilities(1, len(ROOTS), width)
     tree = draft_tree(table, ROOTS, config=config)
-    assert tree.nodes == dynamic_nodes(config, width) == nodes
+    assert tree.tokens.shape[1] == dynamic_nodes(config, width) == nodes
     check_against(partial(slow_dynamic, config=config), table, tree, ROOTS)
 
 
@@ -200,13 +200,13 @@ def test_properties_of_trees(config, seed, coarse):
     )
     masks = np.asarray(ancestor_mask(tree.parents, config.depth))
     assert (parents[:, ROOT] == NO_PARENT).all() and (parents[:, 1:] >= ROOT).all()
-    assert (parents < np.arange(tree.nodes)).all()
+    assert (parents < np.arange(tree.tokens.shape[1])).all()
     for row in range(2):
         assert (depths[row, 1:] == depths[row, parents[row, 1:]] + 1).all()
         assert (scores[row, 1:] <= scores[row, parents[row, 1:]]).all()
         siblings = list(zip(parents[row], tokens[row], strict=True))
         assert len(set(siblings)) == len(siblings)
-        for node in range(tree.nodes):
+        for node in range(tree.tokens.shape[1]):
             line = [node]
             while line[-1] != ROOT:
                 line.append(int(parents[row, line[-1]]))
