@@ -3,10 +3,15 @@
 transformers reads these too, but only with PyTorch installed; the pieces themselves need none.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import gguf
+
+# Without PyTorch transformers says at its import that models won't be available; none of its models is used here.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
