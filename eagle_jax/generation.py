@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from eagle_jax import decoding, draft
+from eagle_jax import decoding, draft, eagle
 from eagle_jax import sampling as sampling_rows
 from eagle_jax import text as text_out
 from eagle_jax.config import SamplingConfig, TreeConfig
@@ -379,5 +379,5 @@ def bind(target: Target, head: Head | BindsDrafter | None, tree: TreeConfig) -> 
     if not isinstance(head, Head):
         return head.bind(target, tree)
     check_fit(head.config, target, "head")
-    drafter, params = draft.bind_head(head, tree)
+    drafter, params = eagle.bind_head(head, tree)
     return (drafter, params) if drafter.nodes > 1 else (draft.NoDraft(), ())

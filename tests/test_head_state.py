@@ -10,7 +10,7 @@ from engine_rig import TREE, make_head, make_target, random_prompts
 from flax import nnx
 
 import eagle_jax as ej
-from eagle_jax import draft, losses, training
+from eagle_jax import draft, eagle, losses, training
 from eagle_jax.features import features_of
 
 DEPTH = 4
@@ -74,7 +74,7 @@ def check_chain(target, predict, features, tree, lengths):
 
 def test_M2_a_chain_is_the_training_forward(target, features, predict):
     """After a prompt, and after rounds that committed other numbers of tokens in each row."""
-    drafter, params = draft.bind_head(
+    drafter, params = eagle.bind_head(
         make_head(target, SHARP), ej.TreeConfig(kind="chain", nodes=DEPTH + 1, depth=DEPTH)
     )
     prompts = [5, 3]
@@ -96,7 +96,7 @@ def test_the_best_path_of_a_dynamic_tree_starts_with_the_chains_token(target, fe
     trees = []
     for kind in ("chain", "static", "dynamic"):
         config = ej.TreeConfig(kind=kind, nodes=12, depth=3, top_k=4)
-        drafter, params = draft.bind_head(make_head(target), config)
+        drafter, params = eagle.bind_head(make_head(target), config)
         state = jax.jit(drafter.prefill)(params, drafter.init(params, 2, 32), committed(features, [1, 1], [4, 4], 8))
         state = drafter.observe(params, state, committed(features, [5, 5], [1, 1], 1))
         trees.append(jax.jit(drafter.propose)(params, state, TOKENS[:, 5])[0])

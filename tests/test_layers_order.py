@@ -11,7 +11,7 @@ LAYERS = [
     {"layers"},
     {"target", "head"},
     {"draft", "verify"},
-    {"decoding"},
+    {"decoding", "eagle"},
     {"generation", "training"},
     {"tokenizers", "embedded"},
     {"data", "convert"},
