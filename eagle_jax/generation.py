@@ -323,8 +323,8 @@ def prepare(
         raise ValueError(f"stop needs a tokenizer, but the target {target.name} has none; use eos_token_ids instead.")
     rows = len(prompts)
     configs = [sampling] * rows if isinstance(sampling, SamplingConfig) else list(sampling)
-    one_seed = isinstance(seed, (int, np.integer))
-    seeds = [int(seed)] * rows if isinstance(seed, (int, np.integer)) else [int(one) for one in seed]
+    seed = int(seed) if isinstance(seed, (int, np.integer)) else [int(one) for one in seed]
+    seeds = [seed] * rows if isinstance(seed, int) else seed
     for one in seeds:
         if not -(2**63) <= one < 2**63:
             raise ValueError(f"A seed is {one}; it must fit into 64 bits.")
@@ -358,7 +358,7 @@ def prepare(
             stop_ids=jnp.tile(stop_ids, (rows, 1)),
             limit=jnp.asarray(np.minimum(room, max_new_tokens), jnp.int32),
         ),
-        keys=sampling_rows.row_keys(seeds[0] if one_seed else seeds, rows),
+        keys=sampling_rows.row_keys(seed, rows),
         capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),
         stop=strings,
     )

@@ -75,7 +75,12 @@ def _distill_chunk(predicted: Array, wanted: Array, weight: Array, lm_head: Arra
 @jax.custom_vjp
 def _distill(predicted: Array, wanted: Array, weight: Array, lm_head: Array) -> tuple[Array, Array, Array]:
     """Cross-entropy and hits over chunks [C, chunk, E]; see `_distill_forward` for why it has its own gradient."""
-    return _distill_forward(predicted, wanted, weight, lm_head)[0]
+
+    def sums_of(part: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        return _distill_chunk(*part, lm_head)
+
+    entropy, hits = jax.lax.map(sums_of, (predicted, wanted, weight))
+    return jnp.sum(entropy), jnp.sum(hits[0]), jnp.sum(hits[1])
 
 
 def _distill_forward(

@@ -12,6 +12,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="eagle_jax-com
 atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import pytest  # noqa: E402
+from engine_rig import make_head, make_target  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from eagle_jax import load_target  # noqa: E402
@@ -27,3 +28,14 @@ def smollm2():
     if not (cache_directory() / "smollm2-135m.gguf").is_file():
         pytest.skip("the embedded model has not been fetched; run `make model`")
     return load_target("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def target():
+    """The engine tests' small random target; a file that needs another defines its own."""
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    return make_head(target)

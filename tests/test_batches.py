@@ -2,23 +2,12 @@
 
 import dataclasses
 
-import pytest
-from engine_rig import TREE, ids, make_head, make_target, mean_accepted, random_prompts, until
+from engine_rig import TREE, ids, mean_accepted, random_prompts, until
 
 import eagle_jax as ej
 
 NEW = 32
 WARM = ej.SamplingConfig(temperature=1.0)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def head(target):
-    return make_head(target)
 
 
 def check_alone(target, head, prompts, seeds, sampling, **options):

@@ -4,7 +4,6 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import pytest
 from engine_rig import compilations, ids, make_head, make_target, random_prompts
 from flax import nnx
 from rig import tiny_target
@@ -15,16 +14,6 @@ from eagle_jax.features import features_of
 
 TREE = ej.TreeConfig(nodes=5, depth=2, top_k=2)  # no other test's, so that its programs are new
 PROMPTS = random_prompts(4, seed=10)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def head(target):
-    return make_head(target)
 
 
 def test_J1_prompt_lengths_compile_once_a_bucket(target, head):

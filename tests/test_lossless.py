@@ -3,22 +3,12 @@
 import dataclasses
 
 import pytest
-from engine_rig import TREE, Copy, Oracle, ids, make_head, make_target, mean_accepted, random_prompts
+from engine_rig import TREE, Copy, Oracle, ids, mean_accepted, random_prompts
 
 import eagle_jax as ej
 
 PROMPTS = random_prompts(50)
 NEW = 64
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def head(target):
-    return make_head(target)
 
 
 @pytest.fixture(scope="module")
