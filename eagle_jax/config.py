@@ -18,11 +18,60 @@ def _require_positive(owner: object, *names: str) -> None:
         _require(value > 0, f"{type(owner).__name__}.{name} is {value}; it must be at least 1.")
 
 
+ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "factors")
+FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are changed for texts longer than those of the pretraining; see `rope.py`.
+
+    `original_max_position_embeddings=None` means the model's `max_position_embeddings`. "factors" divides each
+    frequency by a number of its own, as GGUF files state it.
+    """
+
+    rope_type: str
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None follows from the factor
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+    factors: tuple[float, ...] = ()  # factors
+
+    def __post_init__(self):
+        _require(
+            self.rope_type in ROPE_TYPES,
+            f"The rope type is {self.rope_type!r}; supported are 'default', {', '.join(map(repr, ROPE_TYPES))}.",
+        )
+        _require(0 < self.factor < float("inf"), f"RopeScaling.factor is {self.factor}; it must be positive.")
+        original = self.original_max_position_embeddings
+        _require(
+            original is None or original > 0,
+            f"RopeScaling.original_max_position_embeddings is {original}; it must be at least 1.",
+        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        _require(
+            0 < low < high,
+            f"RopeScaling has low_freq_factor {low} and high_freq_factor {high}; the second must be more.",
+        )
+        object.__setattr__(self, "factors", tuple(self.factors))
+        _require(
+            all(0 < factor < float("inf") for factor in self.factors), "RopeScaling.factors must be positive numbers."
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder of the Llama family, under Hugging Face's field names.
 
     `num_key_value_heads=None` means one per attention head; `head_dim=None` means hidden_size / num_attention_heads.
+    `layer_types` says for each layer whether its attention is "full_attention" or a "sliding_attention" over the last
+    `sliding_window` tokens; None is the second for all layers where there is a window, else the first.
     """
 
     vocab_size: int
@@ -36,7 +85,12 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool = False  # of the projections to queries, keys and values
+    attention_output_bias: bool | None = None  # None: as attention_bias, which is Llama's way; Qwen2 has none
+    qk_norm: bool = False  # RMSNorm over each query's and key's head dimension, Qwen3's way
     mlp_bias: bool = False
 
     def __post_init__(self):
@@ -61,6 +115,30 @@ class ModelConfig:
             f"which is {self.kv_heads}.",
         )
         _require(self.key_dim % 2 == 0, f"head_dim is {self.key_dim}; rotary embeddings need an even one.")
+        if self.attention_output_bias is None:
+            object.__setattr__(self, "attention_output_bias", self.attention_bias)
+        _require(
+            self.rope_scaling is None or len(self.rope_scaling.factors) in (0, self.key_dim // 2),
+            "RopeScaling.factors must be as many as there are frequencies, head_dim / 2.",
+        )
+        if self.sliding_window is not None:
+            _require_positive(self, "sliding_window")
+        if self.layer_types is not None:
+            self._check_layer_types(tuple(self.layer_types))
+
+    def _check_layer_types(self, kinds: tuple[str, ...]) -> None:
+        _require(
+            len(kinds) == self.num_hidden_layers,
+            f"layer_types lists {len(kinds)} layers, but num_hidden_layers is {self.num_hidden_layers}.",
+        )
+        for kind in kinds:
+            _require(kind in (FULL, SLIDING), f"layer_types holds {kind!r}; supported are {FULL!r} and {SLIDING!r}.")
+        _require(
+            SLIDING not in kinds or self.sliding_window is not None,
+            f"layer_types holds {SLIDING!r}, but sliding_window is not given.",
+        )
+        uniform = set(kinds) == {FULL if self.sliding_window is None else SLIDING}
+        object.__setattr__(self, "layer_types", None if uniform else kinds)
 
     @property
     def kv_heads(self) -> int:
@@ -71,6 +149,13 @@ class ModelConfig:
     def key_dim(self) -> int:
         assert self.head_dim is not None
         return self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer: how many tokens back its attention reaches, itself included; None is all of them."""
+        if self.layer_types is None:
+            return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from eagle_jax import cache as kv
 from eagle_jax import layers, sampling, verify
 from eagle_jax.config import ModelConfig
 from eagle_jax.draft import Committed, Drafter
-from eagle_jax.tree import ancestor_mask
+from eagle_jax.tree import Tree, ancestor_mask
 
 RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # finish
 
@@ -171,7 +171,14 @@ def first_token(params: Params, state: DecodeState, *, program: Program) -> Deco
     return _emit(program, params, state, token[:, None], logprob, jnp.ones_like(token), state.last_feature[:, None])
 
 
-def run_round(params: Params, state: DecodeState, *, program: Program) -> DecodeState:
+class Round(NamedTuple):
+    """What one round saw: the drafted tree and the target's word on it, before any cut."""
+
+    tree: Tree
+    accepted: verify.Accepted
+
+
+def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[DecodeState, Round]:
     """Draft, verify, cut, commit. Rows that have ended stay as they are."""
     drafter, target = program.drafter, nnx.merge(program.target, params.target)
     row, running = jnp.arange(state.emitted.shape[0]), state.finish == RUNNING
@@ -206,7 +213,7 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> Decode
     before = state.emitted
     state = _emit(program, params, state, accepted.tokens, accepted.logprobs, accepted.count, path_features)
     cache = kv.commit(state.cache, rows, state.emitted - before, accepted.path)
-    return dataclasses.replace(state, cache=cache)
+    return dataclasses.replace(state, cache=cache), Round(tree, accepted)
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
@@ -219,9 +226,15 @@ def run_rounds(params: Params, state: DecodeState, limit: Array, *, program: Pro
 
     def step(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         done, state = carry
-        return done + 1, run_round(params, state, program=program)
+        return done + 1, run_round(params, state, program=program)[0]
 
     return jax.lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
+
+
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def watch_round(params: Params, state: DecodeState, *, program: Program) -> tuple[DecodeState, Round]:
+    """One round, with what it drafted, for those who want to look at trees. `state` is donated."""
+    return run_round(params, state, program=program)
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -91,9 +91,9 @@ class Head:
 
 
 def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> HeadConfig:
-    """A head's configuration after its target's: one layer of the same shape."""
-    fields = dataclasses.asdict(target)
-    fields["num_hidden_layers"] = 1
+    """A head's configuration after its target's: one layer, shaped like the last."""
+    fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelConfig)}
+    fields |= {"num_hidden_layers": 1, "layer_types": None, "sliding_window": target.windows[-1]}
     fields["draft_vocab_size"] = None if vocabulary is None else len(vocabulary)
     return HeadConfig(**fields)
 
