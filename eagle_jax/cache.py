@@ -21,6 +21,20 @@ class Rows(NamedTuple):
 
     keys: tuple[Array, ...]  # per layer [B, KV, T, H]
     values: tuple[Array, ...]  # per layer [B, KV, T, H]
+    positions: Array  # i32[B, T]
+
+
+def join(first: Rows, second: Rows) -> Rows:
+    """One block out of two."""
+
+    def along(axis: int, pair: tuple[Array, Array]) -> Array:
+        return jnp.concatenate(pair, axis=axis)
+
+    return Rows(
+        keys=tuple(along(2, pair) for pair in zip(first.keys, second.keys, strict=True)),
+        values=tuple(along(2, pair) for pair in zip(first.values, second.values, strict=True)),
+        positions=along(1, (first.positions, second.positions)),
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -59,6 +59,8 @@ class RopeScaling:
             0 < low < high,
             f"RopeScaling has low_freq_factor {low} and high_freq_factor {high}; the second must be more.",
         )
+        for name in ("beta_fast", "beta_slow"):
+            _require(getattr(self, name) > 0, f"RopeScaling.{name} is {getattr(self, name)}; it must be positive.")
         object.__setattr__(self, "factors", tuple(self.factors))
         _require(
             all(0 < factor < float("inf") for factor in self.factors), "RopeScaling.factors must be positive numbers."
@@ -115,6 +117,8 @@ class ModelConfig:
             f"which is {self.kv_heads}.",
         )
         _require(self.key_dim % 2 == 0, f"head_dim is {self.key_dim}; rotary embeddings need an even one.")
+        _require(1 < self.rope_theta < float("inf"), f"rope_theta is {self.rope_theta}; it must be above 1.")
+        _require(0 < self.rms_norm_eps < 1, f"rms_norm_eps is {self.rms_norm_eps}; it must be between 0 and 1.")
         if self.attention_output_bias is None:
             object.__setattr__(self, "attention_output_bias", self.attention_bias)
         _require(
@@ -149,6 +153,14 @@ class ModelConfig:
     def key_dim(self) -> int:
         assert self.head_dim is not None
         return self.head_dim
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a text, scaling included: "linear" and "dynamic" are stated against the length before it."""
+        scaling, stated = self.rope_scaling, self.max_position_embeddings
+        if scaling is None or scaling.rope_type not in ("linear", "dynamic", "yarn"):
+            return stated
+        return max(stated, int((scaling.original_max_position_embeddings or stated) * scaling.factor))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -112,7 +112,7 @@ def init_state(
 
 
 def prefill(
-    params: Params, state: DecodeState, tokens: Array, count: Array, pairs: Array, *, program: Program
+    params: Params, state: DecodeState, tokens: Array, count: Array, pairs: Array, length: Array, *, program: Program
 ) -> DecodeState:
     """Runs a chunk of the prompts through target and drafter.
 
@@ -124,16 +124,19 @@ def prefill(
       tokens: i32[B, C + 1], a chunk and the token after it, padded at the end.
       count: i32[B], how many of a prompt's tokens stand in the first C places; 0 for a prompt that has ended.
       pairs: i32[B], how many of those have their successor in the prompt: all but its last token.
+      length: i32[B], of the whole prompts.
     """
-    features, rows = _read_chunk(params.target, state.cache, tokens, target=program.target)
+    features, rows = _read_chunk(params.target, state.cache, tokens, length, target=program.target)
     return _write_chunk(params, state, features, rows, tokens, count, pairs, program=program)
 
 
 @partial(jax.jit, static_argnames="target")
-def _read_chunk(params: nnx.State, cache: kv.KVCache, tokens: Array, *, target: nnx.GraphDef) -> tuple[Array, kv.Rows]:
-    length = tokens.shape[1] - 1
-    positions = cache.length[:, None] + jnp.arange(length)
-    return nnx.merge(target, params)(tokens[:, :-1], positions, layers.causal_mask(length), cache)
+def _read_chunk(
+    params: nnx.State, cache: kv.KVCache, tokens: Array, length: Array, *, target: nnx.GraphDef
+) -> tuple[Array, kv.Rows]:
+    width = tokens.shape[1] - 1
+    positions = cache.length[:, None] + jnp.arange(width)
+    return nnx.merge(target, params)(tokens[:, :-1], positions, layers.causal_mask(width), cache, length[:, None])
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")

@@ -82,7 +82,7 @@ class HeadDrafter:
         fresh = kv.empty(capacity=room, dtype=dtype, **shape)
         return DraftState(
             cache=kv.empty(capacity=capacity, dtype=dtype, **shape),
-            fresh=kv.Rows(fresh.keys, fresh.values),
+            fresh=kv.Rows(fresh.keys, fresh.values, jnp.zeros((batch, room), jnp.int32)),
             fresh_count=none,
             pending=Committed(
                 features=jnp.zeros((batch, room, self.config.hidden_size), params.ends.embedding.dtype),
@@ -145,8 +145,7 @@ class HeadDrafter:
             features, rows = nnx.merge(self.graphdef, params.head)(
                 params.ends.embedding[frontier.tokens], frontier.features, positions, mask, cache, carry
             )
-            carry = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=2), carry, rows)
-            return carry, self._log_probs(params, features), features
+            return kv.join(carry, rows), self._log_probs(params, features), features
 
         return step
 

@@ -237,16 +237,17 @@ class Job:
             capacity=self.capacity,
             dtype=self.target.dtype,
         )
-        longest = max(map(len, self.prompts))
+        lengths = np.asarray([len(prompt) for prompt in self.prompts], np.int32)
+        longest = int(lengths.max())
         width = min(length_bucket(longest), CHUNK)
         for begin in range(0, longest, width):
             tokens = np.zeros((len(self.prompts), width + 1), np.int32)
             for row, prompt in enumerate(self.prompts):
                 piece = prompt[begin : begin + width + 1]
                 tokens[row, : len(piece)] = piece
-            left = np.asarray([len(prompt) - begin for prompt in self.prompts])
-            count, pairs = (np.clip(n, 0, width).astype(np.int32) for n in (left, left - 1))
-            state = decoding.prefill(self.params, state, *jax.device_put((tokens, count, pairs)), program=self.program)
+            count, pairs = (np.clip(lengths - begin - less, 0, width) for less in (0, 1))
+            chunk = jax.device_put((tokens, count, pairs, lengths))
+            state = decoding.prefill(self.params, state, *chunk, program=self.program)
         return decoding.first_token(self.params, state, program=self.program)
 
     def run_rounds(self, state: decoding.DecodeState, limit: int) -> decoding.DecodeState:
@@ -331,7 +332,7 @@ def prepare(
     for name, given in (("sampling", len(configs)), ("seed", len(seeds))):
         if given != rows:
             raise ValueError(f"{name} is a list of {given}, but there are {rows} prompts; give one for each.")
-    limit = min(target.config.max_position_embeddings, max_length or UNBOUNDED)
+    limit = min(target.config.context_length, max_length or UNBOUNDED)
     encoded = [encode_prompt(target, prompt) for prompt in prompts]
     for ids in encoded:
         if len(ids) >= limit:

@@ -8,12 +8,16 @@ B batch rows, T block tokens, S cache slots, E hidden size, KV key-value heads, 
 H head dimension.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from eagle_jax import cache as kv
+from eagle_jax import rope
 from eagle_jax.config import ModelConfig
 from eagle_jax.numerics import precision_for
 
@@ -33,24 +37,8 @@ def linear(inputs: int, outputs: int, *, bias: bool, dtype: Dtype, rngs: nnx.Rng
     )
 
 
-def rms_norm(config: ModelConfig, *, dtype: Dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
-
-
-def rotary_angles(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding (RoFormer, arXiv 2104.09864), f32[B, 1, T, H/2]."""
-    exponent = jnp.arange(0, config.key_dim, 2, dtype=jnp.float32) / config.key_dim
-    frequencies = config.rope_theta**-exponent
-    angles = positions.astype(jnp.float32)[:, None, :, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Turns x [B, heads, T, H] by its position; the two halves of H are the two coordinates of each plane."""
-    cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+def rms_norm(size: int, config: ModelConfig, *, dtype: Dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
 def causal_mask(length: int) -> Array:
@@ -63,9 +51,9 @@ def attend(
     block: tuple[Array, Array],  # keys and values, each [B, KV, U, H]
     block_mask: Array,  # bool[B or 1, T, U]
     prefix: tuple[Array, Array] | None = None,  # keys and values, each [B, KV, S, H]
-    prefix_length: Array | None = None,  # i32[B]
+    prefix_mask: Array | None = None,  # bool[B, T or 1, S]
 ) -> Array:  # [B, KV * G, T, H]
-    """Softmax attention over a prefix of `prefix_length` tokens and a masked block beside it."""
+    """Softmax attention over a masked prefix and a masked block beside it."""
     batch, heads, tokens, dim = queries.shape
     kv_heads = block[0].shape[1]
     precision = precision_for(queries.dtype)
@@ -85,13 +73,40 @@ def attend(
     if prefix is None:
         mixed = mix(jax.nn.softmax(scores, axis=-1), block[1])
     else:
-        assert prefix_length is not None
+        assert prefix_mask is not None
         slots = prefix[0].shape[2]
-        seen = jnp.arange(slots) < prefix_length[:, None]  # [B, S]
-        before = score(prefix[0], seen[:, None, None, None])
+        before = score(prefix[0], prefix_mask[:, None, None])
         weights = jax.nn.softmax(jnp.concatenate([before, scores], axis=-1), axis=-1)
         mixed = mix(weights[..., :slots], prefix[1]) + mix(weights[..., slots:], block[1])
     return mixed.reshape(batch, heads, tokens, dim)
+
+
+class Masks(NamedTuple):
+    """Which tokens a layer's queries may see."""
+
+    block: Array  # bool[B or 1, T, U]
+    prefix: Array | None  # bool[B, T or 1, S]; None without a prefix
+
+
+def masks_for(
+    window: int | None, positions: Array, key_positions: Array, block_mask: Array, prefix: kv.KVCache | None
+) -> Masks:
+    """The masks of a layer that sees the last `window` tokens of a text, or all of it.
+
+    Args:
+      positions: i32[B or 1, T], of the queries.
+      key_positions: i32[B or 1, U], of the block's keys. A prefix's slot is its token's position.
+      block_mask: bool[B or 1, T, U], which of the block's tokens come before which.
+    """
+    before = None
+    if prefix is not None:
+        slots = jnp.arange(prefix.capacity)
+        before = (slots < prefix.length[:, None])[:, None]  # [B, 1, S]
+        if window is not None:
+            before &= positions[:, :, None] - slots < window
+    if window is not None:
+        block_mask &= positions[:, :, None] - key_positions[:, None, :] < window
+    return Masks(block_mask, before)
 
 
 class Attention(nnx.Module):
@@ -104,27 +119,29 @@ class Attention(nnx.Module):
         self.q_proj = linear(hidden, queries, bias=bias, dtype=dtype, rngs=rngs)
         self.k_proj = linear(hidden, keys, bias=bias, dtype=dtype, rngs=rngs)
         self.v_proj = linear(hidden, keys, bias=bias, dtype=dtype, rngs=rngs)
-        self.o_proj = linear(queries, hidden, bias=bias, dtype=dtype, rngs=rngs)
+        self.o_proj = linear(queries, hidden, bias=bool(config.attention_output_bias), dtype=dtype, rngs=rngs)
+        normed = partial(rms_norm, config.key_dim, config, dtype=dtype, rngs=rngs)
+        self.q_norm, self.k_norm = (normed(), normed()) if config.qk_norm else (None, None)
 
     def __call__(
         self,
         x: Array,  # [B, T, E]
         angles: tuple[Array, Array],
-        block_mask: Array,  # bool[B or 1, T, U]
+        masks: Masks,
         prefix: tuple[Array, Array] | None,
-        prefix_length: Array | None,
         earlier: tuple[Array, Array] | None,  # block tokens of earlier calls, each [B, KV, U - T, H]
     ) -> tuple[Array, tuple[Array, Array]]:  # [B, T, E]; this call's keys and values, each [B, KV, T, H]
-        def heads(y: Array) -> Array:
-            return y.reshape(*y.shape[:2], -1, self.key_dim).swapaxes(1, 2)
+        def heads(y: Array, norm: nnx.RMSNorm | None = None) -> Array:
+            y = y.reshape(*y.shape[:2], -1, self.key_dim)
+            return (y if norm is None else norm(y)).swapaxes(1, 2)
 
-        queries = rotate(heads(self.q_proj(x)), angles)
-        rows = rotate(heads(self.k_proj(x)), angles), heads(self.v_proj(x))
+        queries = rope.rotate(heads(self.q_proj(x), self.q_norm), angles)
+        rows = rope.rotate(heads(self.k_proj(x), self.k_norm), angles), heads(self.v_proj(x))
         block = rows
         if earlier is not None:
             keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(earlier, rows, strict=True))
             block = keys, values
-        mixed = attend(queries, block, block_mask, prefix, prefix_length)
+        mixed = attend(queries, block, masks.block, prefix, masks.prefix)
         return self.o_proj(mixed.swapaxes(1, 2).reshape(*x.shape[:2], -1)), rows
 
 
@@ -145,22 +162,21 @@ class Block(nnx.Module):
     """A pre-norm decoder layer. EAGLE's head leaves the first norm out: `fc` stands where it would."""
 
     def __init__(self, config: ModelConfig, *, input_norm: bool = True, dtype: Dtype, rngs: nnx.Rngs):
-        self.input_layernorm = rms_norm(config, dtype=dtype, rngs=rngs) if input_norm else None
+        self.input_layernorm = rms_norm(config.hidden_size, config, dtype=dtype, rngs=rngs) if input_norm else None
         self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = rms_norm(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = rms_norm(config.hidden_size, config, dtype=dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
         x: Array,
         angles: tuple[Array, Array],
-        block_mask: Array,
-        prefix: tuple[Array, Array] | None = None,
-        prefix_length: Array | None = None,
-        earlier: tuple[Array, Array] | None = None,
+        masks: Masks,
+        prefix: tuple[Array, Array] | None,
+        earlier: tuple[Array, Array] | None,
     ) -> tuple[Array, tuple[Array, Array]]:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        mixed, rows = self.self_attn(normed, angles, block_mask, prefix, prefix_length, earlier)
+        mixed, rows = self.self_attn(normed, angles, masks, prefix, earlier)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), rows
 
@@ -172,31 +188,35 @@ def run_blocks(
     positions: Array,  # i32[B or 1, T]
     block_mask: Array,  # bool[B or 1, T, U]
     prefix: kv.KVCache | None,
-    earlier: kv.Rows | None,
+    earlier: kv.Rows | None = None,
+    text_length: Array | None = None,
 ) -> tuple[Array, kv.Rows]:
     """Runs the layers over a block of tokens.
 
     Args:
       prefix: what the rows have committed; None for a block that starts its rows.
-      earlier: keys and values of block tokens that went before in calls of their own; the mask's first U - T columns.
+      earlier: block tokens that went before in calls of their own; the mask's first U - T columns.
+      text_length: see `rope.angles`.
 
     Returns:
       The last layer's output [B, T, E] and this block's keys and values.
     """
-    angles = rotary_angles(positions, config)
+    angles = rope.angles(positions, config, text_length)
+    own = jnp.broadcast_to(positions, (x.shape[0], positions.shape[1]))
+    key_positions = positions if earlier is None else jnp.concatenate([earlier.positions, own], axis=1)
+    masks = {w: masks_for(w, positions, key_positions, block_mask, prefix) for w in set(config.windows)}
     keys, values = [], []
-    for index, block in enumerate(blocks):
+    for index, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):
         x, (key, value) = block(
             x,
             angles,
-            block_mask,
+            masks[window],
             None if prefix is None else (prefix.keys[index], prefix.values[index]),
-            None if prefix is None else prefix.length,
             None if earlier is None else (earlier.keys[index], earlier.values[index]),
         )
         keys.append(key)
         values.append(value)
-    return x, kv.Rows(tuple(keys), tuple(values))
+    return x, kv.Rows(tuple(keys), tuple(values), own)
 
 
 def parameter_count(state: object) -> int:

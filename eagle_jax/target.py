@@ -26,7 +26,7 @@ class TargetModel(nnx.Module):
         self.config = config
         self.embed_tokens = token_matrix(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([layers.Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = layers.rms_norm(config, dtype=dtype, rngs=rngs)
+        self.norm = layers.rms_norm(config.hidden_size, config, dtype=dtype, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else token_matrix(config, dtype=dtype, rngs=rngs)
 
     def __call__(
@@ -35,10 +35,11 @@ class TargetModel(nnx.Module):
         positions: Array,  # i32[B or 1, T]
         block_mask: Array,  # bool[B or 1, T, T]
         prefix: kv.KVCache | None = None,
+        text_length: Array | None = None,  # i32[B or 1, T or 1]; see `rope.angles`
     ) -> tuple[Array, kv.Rows]:
         """Features [B, T, E] of a block of tokens, and the block's keys and values."""
         x = self.embed_tokens(tokens)
-        x, rows = layers.run_blocks(self.layers, self.config, x, positions, block_mask, prefix, earlier=None)
+        x, rows = layers.run_blocks(self.layers, self.config, x, positions, block_mask, prefix, text_length=text_length)
         return self.norm(x), rows
 
     def logits(self, features: Array) -> Array:

@@ -7,7 +7,7 @@ import eagle_jax
 
 LAYERS = [
     {"config", "numerics", "paths", "script", "text"},
-    {"tree", "cache", "sampling", "losses"},
+    {"tree", "cache", "rope", "sampling", "losses"},
     {"layers"},
     {"target", "head"},
     {"draft", "verify"},
