@@ -2,9 +2,9 @@
 
 from eagle_jax.checkpoint import load_head, save_head
 from eagle_jax.config import HeadConfig, ModelConfig, SamplingConfig, TreeConfig
-from eagle_jax.convert import load_target
 from eagle_jax.generation import Chunk, Completion, generate, stream
 from eagle_jax.head import Head
+from eagle_jax.loading import load_target
 from eagle_jax.target import Target
 
 __all__ = [

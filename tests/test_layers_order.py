@@ -15,7 +15,8 @@ LAYERS = [
     {"generation", "training"},
     {"tokenizers", "embedded"},
     {"data", "convert"},
-    {"features", "checkpoint"},
+    {"features", "checkpoint", "gguf_file"},
+    {"loading"},
 ]
 # Within a layer: what one of its files may import of another.
 SIDEWAYS = {("head", "target")}

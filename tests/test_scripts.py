@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import eagle_jax as ej
-from eagle_jax import convert
+from eagle_jax import loading
 
 ROOT = Path(__file__).parent.parent
 CHATS = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -23,7 +23,7 @@ def refusal(monkeypatch, capsys):
             raise AssertionError("loaded a model before the options were checked")
 
         if not loads:
-            for module in (ej, convert):
+            for module in (ej, loading):
                 monkeypatch.setattr(module, "load_target", load)
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "500")
@@ -120,7 +120,7 @@ def test_train_head_trains_a_head_that_loads(smollm2, tmp_path, monkeypatch, cap
     arguments = ["--data", tmp_path / "chats.jsonl", "--output", output, "--draft-vocabulary", 64, "--held-out", 0.2]
     arguments += ["--tokens-per-batch", 128, "--evaluate-every", 3, "--recipe.steps", 4, "--recipe.optimizer", "muon"]
     monkeypatch.setattr(sys, "argv", ["train_head.py", *map(str, arguments)])
-    monkeypatch.setattr(convert, "load_target", lambda *_, **__: smollm2)
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: smollm2)
     runpy.run_path(str(ROOT / "train/train_head.py"), run_name="__main__")
     head = ej.load_head(output, smollm2)
     assert head.ends.lm_head.shape[0] <= 64 and np.all(np.diff(head.ends.vocabulary) > 0)

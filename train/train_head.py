@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle_jax import checkpoint, convert, data, features, training
+from eagle_jax import checkpoint, data, features, loading, training
 from eagle_jax.head import Head, HeadModel
 from eagle_jax.losses import LossSums
 from eagle_jax.script import require, run
@@ -56,7 +56,7 @@ def main(options: Options) -> None:
         f"{options.data} has {len(conversations)} conversations, of which {unseen} would be held out; give more.",
     )
     options.output.mkdir(parents=True, exist_ok=True)
-    target = convert.load_target(options.target)
+    target = loading.load_target(options.target)
     kept = data.encode_all(target.tokenizer, conversations[:-unseen], options.max_length)
     held = data.encode_all(target.tokenizer, conversations[-unseen:], options.max_length)
     print(f"train: {len(kept.rows)} rows ({kept.dropped} dropped, {kept.truncated} cut), held out: {len(held.rows)}")
