@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from eagle_jax import layers
-from eagle_jax.config import HeadConfig
+from eagle_jax.config import HeadConfig, RopeScaling
 from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
+from eagle_jax.families import FAMILIES, model_fields
 from eagle_jax.head import Head, HeadModel, check_fit, frozen_ends
+from eagle_jax.repository import CONFIG, WEIGHTS, directory_of, is_hub_id, read_json, stored_tensors
 from eagle_jax.target import Target
 
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
+ARCHITECTURE = "EagleHead"  # in the configuration of heads that were written here
 VOCABULARY = "draft_vocabulary"  # i32[W], ascending token ids
 BORROWED = ("embed_tokens.weight",)  # published heads carry a copy of what is the target's
 
@@ -43,7 +44,7 @@ def save_head(head: Head, directory: str | Path, *, dtype: layers.Dtype = jnp.bf
         tensors[name] = np.ascontiguousarray(transform(np.asarray(leaf[...].astype(dtype)), head.config))
     if head.ends.vocabulary is not None:
         tensors[VOCABULARY] = np.asarray(head.ends.vocabulary, np.int32)
-    fields = {"architectures": ["EagleHead"]} | dataclasses.asdict(head.config) | {"bias": head.config.fc_bias}
+    fields = {"architectures": [ARCHITECTURE]} | dataclasses.asdict(head.config) | {"bias": head.config.fc_bias}
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         save_file(tensors, Path(scratch) / WEIGHTS)
         (Path(scratch) / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
@@ -55,57 +56,81 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
     """Loads a head and checks that it fits the target.
 
     Args:
-      name: an embedded head ("smollm2-135m") or a directory that holds one.
+      name: an embedded head ("smollm2-135m"), a directory that holds one, or a hub id ("organisation/head").
       target: the target it drafts for.
       dtype: of the parameters; None is the target's.
 
     Raises:
       ValueError: no such head, its sizes differ from the target's, or its tensors do not fit its configuration.
+      OSError: a hub repository that cannot be fetched.
     """
-    directory = Path(str(resources.files("eagle_jax") / "heads" / str(name)))
-    if not (directory / CONFIG).is_file():
-        directory = Path(name)
+    directory = _head_directory(name)
     for file in (CONFIG, WEIGHTS):
         if not (directory / file).is_file():
             raise ValueError(f"There is no head {str(name)!r}: neither an embedded one nor a directory with {file}.")
-    try:
-        fields = json.loads((directory / CONFIG).read_text())
-        tensors = load_file(directory / WEIGHTS)
-    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-        raise ValueError(f"The head in {directory} cannot be read ({error}); fetch or train it again.") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{directory / CONFIG} describes no head (it is no JSON object); fetch or train it again.")
+    source = f"head in {directory}"
+    fields = read_json(directory / CONFIG)
+    tensors = stored_tensors(directory)
     of_eagle3 = any(key.startswith("midlayer.") for key in tensors)
     if of_eagle3 or "fc.weight" not in tensors:
         kind = "an EAGLE-3 head" if of_eagle3 else "no EAGLE head"
         raise ValueError(f"{directory} holds {kind}; supported are EAGLE and EAGLE-2 heads (fc and one decoder layer).")
     for key in BORROWED:
         tensors.pop(key, None)
-    source = f"head in {directory}"
-    vocabulary = tensors.pop(VOCABULARY, None)
-    config = _config_from(fields, directory, has_bias="fc.bias" in tensors, vocabulary=vocabulary)
+    stored_vocabulary = tensors.pop(VOCABULARY, None)
+    vocabulary = None if stored_vocabulary is None else stored_vocabulary.read()
+    config = _config_from(fields, directory, tensors, vocabulary)
     check_fit(config, target, source)
     if vocabulary is not None and not _ascending_ids(vocabulary, config.vocab_size):
         raise ValueError(
             f"The {VOCABULARY} of the {source} is not ascending ids below {config.vocab_size}; train it again."
         )
     dtype = target.dtype if dtype is None else dtype
-    make = lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0))  # noqa: E731
-    model = build(make, HEAD_TABLE, tensors, tensors.__getitem__, f"the {source}")
+    model = build(
+        lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
+        HEAD_TABLE,
+        {key: tensor.shape for key, tensor in tensors.items()},
+        lambda key: tensors[key].read(),
+        f"the {source}",
+    )
     return Head(config=config, model=model, ends=frozen_ends(target, vocabulary))
 
 
+def _head_directory(name: str | Path) -> Path:
+    embedded = Path(str(resources.files("eagle_jax") / "heads" / str(name)))
+    if (embedded / CONFIG).is_file():
+        return embedded
+    directory = Path(name).expanduser()
+    return directory_of(str(name), (CONFIG, WEIGHTS)) if not directory.exists() and is_hub_id(str(name)) else directory
+
+
 def _config_from(
-    fields: dict[str, Any], directory: Path, *, has_bias: bool, vocabulary: np.ndarray | None
+    fields: dict[str, Any], directory: Path, tensors: Collection[str], vocabulary: np.ndarray | None
 ) -> HeadConfig:
-    # What the weights say goes before what the configuration says: published ones disagree about `bias`.
-    known = {field.name for field in dataclasses.fields(HeadConfig)}
-    chosen = {key: value for key, value in fields.items() if key in known}
-    chosen |= {"fc_bias": has_bias, "draft_vocab_size": None if vocabulary is None else len(vocabulary)}
+    source = str(directory / CONFIG)
+    architectures = fields.get("architectures")
     try:
+        if architectures == [ARCHITECTURE]:
+            known = {field.name for field in dataclasses.fields(HeadConfig)}
+            chosen = {key: value for key, value in fields.items() if key in known}
+            chosen["rope_scaling"] = None if (scaling := fields.get("rope_scaling")) is None else RopeScaling(**scaling)
+        else:
+            # Published heads describe themselves as the model that they were trained for, or as a Llama.
+            kind = fields.get("model_type")
+            chosen = model_fields(fields, FAMILIES.get(str(kind), FAMILIES["llama"]), source)
+        # What the weights say goes before what the configuration says: published ones disagree about `bias`.
+        attention = "layers.0.self_attn."
+        chosen |= {
+            "fc_bias": "fc.bias" in tensors,
+            "attention_bias": f"{attention}q_proj.bias" in tensors,
+            "attention_output_bias": f"{attention}o_proj.bias" in tensors,
+            "qk_norm": f"{attention}q_norm.weight" in tensors,
+            "mlp_bias": "layers.0.mlp.gate_proj.bias" in tensors,
+            "draft_vocab_size": None if vocabulary is None else len(vocabulary),
+        }
         return HeadConfig(**chosen)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{directory / CONFIG} describes no head ({error}); fetch or train it again.") from error
+        raise ValueError(f"{source} describes no head ({error}); fetch or train it again.") from error
 
 
 def _ascending_ids(vocabulary: np.ndarray, vocab_size: int) -> bool:

@@ -115,7 +115,9 @@ def target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype) -> Target:
                 f"{path} stores {tensor_name} as {kind}, which cannot be read; convert it again."
             ) from error
 
-    model = build(lambda: TargetModel(config, dtype=dtype, rngs=nnx.Rngs(0)), GGUF_TABLE, tensors, read, str(path))
+    # GGUF states the innermost dimension first.
+    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+    model = build(lambda: TargetModel(config, dtype=dtype, rngs=nnx.Rngs(0)), GGUF_TABLE, shapes, read, str(path))
     return Target(
         config=config,
         model=model,

@@ -94,7 +94,7 @@ def masks_for(
     """The masks of a layer that sees the last `window` tokens of a text, or all of it.
 
     Args:
-      positions: i32[B or 1, T], of the queries.
+      positions: i32[B or 1, T or 1], of the queries.
       key_positions: i32[B or 1, U], of the block's keys. A prefix's slot is its token's position.
       block_mask: bool[B or 1, T, U], which of the block's tokens come before which.
     """
@@ -185,7 +185,7 @@ def run_blocks(
     blocks: nnx.List,
     config: ModelConfig,
     x: Array,  # [B, T, E]
-    positions: Array,  # i32[B or 1, T]
+    positions: Array,  # i32[B or 1, T or 1]
     block_mask: Array,  # bool[B or 1, T, U]
     prefix: kv.KVCache | None,
     earlier: kv.Rows | None = None,
@@ -202,8 +202,8 @@ def run_blocks(
       The last layer's output [B, T, E] and this block's keys and values.
     """
     angles = rope.angles(positions, config, text_length)
-    own = jnp.broadcast_to(positions, (x.shape[0], positions.shape[1]))
-    key_positions = positions if earlier is None else jnp.concatenate([earlier.positions, own], axis=1)
+    own = jnp.broadcast_to(positions, x.shape[:2])
+    key_positions = own if earlier is None else jnp.concatenate([earlier.positions, own], axis=1)
     masks = {w: masks_for(w, positions, key_positions, block_mask, prefix) for w in set(config.windows)}
     keys, values = [], []
     for index, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):

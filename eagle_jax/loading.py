@@ -1,4 +1,4 @@
-"""Targets by name: an embedded model or a file."""
+"""Targets by name: an embedded model, a directory, a hub id or a GGUF file."""
 
 from pathlib import Path
 
@@ -7,31 +7,37 @@ import jax.numpy as jnp
 
 from eagle_jax import embedded, layers
 from eagle_jax.gguf_file import target_from_gguf
+from eagle_jax.repository import is_hub_id, target_from_repository
 from eagle_jax.target import Target
 
 
 def load_target(name: str | Path, dtype: layers.Dtype | None = None, quantization: None = None) -> Target:
-    """Loads a target by name: an embedded model or a .gguf file of the Llama family.
+    """Loads a target of the Llama family by name.
 
     Args:
-      name: "smollm2-135m" (fetched once into the user's cache) or the path of a .gguf file.
+      name: an embedded model ("smollm2-135m", fetched once into the user's cache), a directory in Hugging Face's
+        layout, a hub id ("organisation/model", fetched once into the hub's cache), or the path of a .gguf file.
       dtype: of the parameters; None is bfloat16 on accelerators and float32 on a CPU.
       quantization: only None so far; a quantised file is read into `dtype`.
 
     Raises:
-      ValueError: unknown name, unsupported architecture, or tensors that do not fit the file's own description.
-      OSError: the file cannot be read, fetched or stored.
+      ValueError: unknown name, unsupported architecture, or tensors that do not fit the model's own description.
+      OSError: a file cannot be read, fetched or stored.
     """
     if quantization is not None:
         raise ValueError(f"quantization is {quantization!r}; only None is supported.")
+    dtype = default_dtype() if dtype is None else dtype
+    path = Path(name).expanduser()
     if str(name) in embedded.EMBEDDED:
-        path = embedded.model_path(str(name))
-    else:
-        path = Path(name)
-        if path.suffix != ".gguf" or not path.is_file():
-            known = ", ".join(sorted(embedded.EMBEDDED))
-            raise ValueError(f"There is no target {str(name)!r}: give an embedded model ({known}) or a .gguf file.")
-    return target_from_gguf(path, name=str(name), dtype=default_dtype() if dtype is None else dtype)
+        return target_from_gguf(embedded.model_path(str(name)), name=str(name), dtype=dtype)
+    if path.suffix == ".gguf" and path.is_file():
+        return target_from_gguf(path, name=str(name), dtype=dtype)
+    if path.is_dir() or (not path.exists() and is_hub_id(str(name))):
+        return target_from_repository(str(name), dtype=dtype)
+    known = ", ".join(sorted(embedded.EMBEDDED))
+    raise ValueError(
+        f"There is no target {str(name)!r}: give an embedded model ({known}), a directory, a hub id or a .gguf file."
+    )
 
 
 def default_dtype() -> layers.Dtype:

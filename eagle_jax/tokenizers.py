@@ -1,6 +1,6 @@
-"""Tokenizers and chat templates out of a GGUF file's metadata.
+"""Tokenizers and chat templates: a model directory's, read by transformers, and those in a GGUF file's metadata.
 
-transformers reads these too, but only with PyTorch installed; the pieces themselves need none.
+transformers reads the latter too, but only with PyTorch installed; the pieces themselves need none.
 """
 
 import os
@@ -13,9 +13,23 @@ import gguf
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that mark structure, never text
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def tokenizer_from_directory(directory: Path) -> Any:
+    """The tokenizer beside a model's weights; None where there is none. Code that a repository brings is never run."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises no narrower class
+        reason = " ".join(str(error).split())
+        raise ValueError(f"The tokenizer in {directory} cannot be read ({reason[:200]}); fetch it again.") from error
 
 
 def tokenizer_from_gguf(reader: gguf.GGUFReader, path: Path) -> PreTrainedTokenizerFast:

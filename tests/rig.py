@@ -7,18 +7,11 @@ import numpy as np
 from flax import nnx
 
 from eagle_jax import ModelConfig, Target
-from eagle_jax.convert import build, transposed, unchanged
+from eagle_jax.convert import build
+from eagle_jax.repository import TARGET_TABLE
 from eagle_jax.target import TargetModel
 
 GOLDENS = Path(__file__).parent / "goldens"
-
-HUGGING_FACE_TABLE = (
-    (r"lm_head\.embedding", r"lm_head.weight", unchanged),
-    (r"embed_tokens\.embedding", r"model.embed_tokens.weight", unchanged),
-    (r"(.*)\.kernel", r"model.\1.weight", transposed),
-    (r"(.*)\.scale", r"model.\1.weight", unchanged),
-    (r"(.*)\.bias", r"model.\1.bias", unchanged),
-)
 
 
 def tiny_config(**overrides) -> ModelConfig:
@@ -41,7 +34,8 @@ def tiny_target(seed: int = 0, eos: tuple[int, ...] = (), **overrides) -> Target
 def from_hugging_face(config: ModelConfig, weights: dict[str, np.ndarray]) -> TargetModel:
     """A target with weights under Hugging Face's names."""
     make = lambda: TargetModel(config, dtype=jnp.float32, rngs=nnx.Rngs(0))  # noqa: E731
-    return build(make, HUGGING_FACE_TABLE, weights, weights.__getitem__, "the test's weights")
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    return build(make, TARGET_TABLE, shapes, weights.__getitem__, "the test's weights")
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

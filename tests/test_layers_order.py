@@ -13,10 +13,10 @@ LAYERS = [
     {"draft", "verify"},
     {"decoding", "eagle"},
     {"generation", "training"},
-    {"tokenizers", "embedded"},
+    {"tokenizers", "embedded", "families"},
     {"data", "convert"},
-    {"features", "checkpoint", "gguf_file"},
-    {"loading"},
+    {"features", "gguf_file", "repository"},
+    {"checkpoint", "loading"},
 ]
 # Within a layer: what one of its files may import of another.
 SIDEWAYS = {("head", "target")}
