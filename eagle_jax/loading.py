@@ -32,7 +32,7 @@ def load_target(name: str | Path, dtype: layers.Dtype | None = None, quantizatio
         return target_from_gguf(embedded.model_path(str(name)), name=str(name), dtype=dtype)
     if path.suffix == ".gguf" and path.is_file():
         return target_from_gguf(path, name=str(name), dtype=dtype)
-    if path.is_dir() or (not path.exists() and is_hub_id(str(name))):
+    if (str(name) and path.is_dir()) or (not path.exists() and is_hub_id(str(name))):
         return target_from_repository(str(name), dtype=dtype)
     known = ", ".join(sorted(embedded.EMBEDDED))
     raise ValueError(
