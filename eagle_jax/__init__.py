@@ -1,7 +1,7 @@
 """EAGLE and EAGLE-2 speculative decoding in JAX: the target's own text, token for token, in fewer forward passes."""
 
 from eagle_jax.checkpoint import load_head, save_head
-from eagle_jax.config import HeadConfig, ModelConfig, SamplingConfig, TreeConfig
+from eagle_jax.config import HeadConfig, ModelConfig, RopeScaling, SamplingConfig, TreeConfig
 from eagle_jax.generation import Chunk, Completion, generate, stream
 from eagle_jax.head import Head
 from eagle_jax.loading import load_target
@@ -13,6 +13,7 @@ __all__ = [
     "Head",
     "HeadConfig",
     "ModelConfig",
+    "RopeScaling",
     "SamplingConfig",
     "Target",
     "TreeConfig",

@@ -186,9 +186,10 @@ def _drop_copy_of_embedding(tensors: dict[str, StoredTensor], directory: Path) -
     with _open(head.file) as first, _open(embedding.file) as second:
         pair = first.get_slice(head.name), second.get_slice(embedding.name)
         # Piece by piece: an embedding can be the largest tensor by far.
+        rows = embedding.shape[0]
         same = head.shape == embedding.shape and all(
-            np.array_equal(*(matrix[begin : begin + ROWS_COMPARED] for matrix in pair))
-            for begin in range(0, head.shape[0], ROWS_COMPARED)
+            np.array_equal(*(matrix[begin : min(begin + ROWS_COMPARED, rows)] for matrix in pair))
+            for begin in range(0, rows, ROWS_COMPARED)
         )
     if not same:
         raise ValueError(

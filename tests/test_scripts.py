@@ -57,7 +57,8 @@ def test_generate_refuses(refusal, arguments, message):
 
 def test_generate_refuses_an_unknown_target(refusal):
     said = refusal("decode/generate.py", "a", "--target", "nowhere", loads=True)
-    assert said == "error: There is no target 'nowhere': give an embedded model (smollm2-135m) or a .gguf file."
+    known = "give an embedded model (smollm2-135m), a directory, a hub id or a .gguf file."
+    assert said == f"error: There is no target 'nowhere': {known}"
 
 
 def test_generate_refuses_an_unknown_head(refusal, smollm2, monkeypatch):
