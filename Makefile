@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 INSTALLED_TEST := .venv/installed-test
 
-.PHONY: demo model test lint types clean
+.PHONY: demo model test notebooks lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python decode/demo.py
@@ -15,6 +15,9 @@ model: $(INSTALLED)
 
 test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest
+
+notebooks: $(INSTALLED_TEST)
+	FAST=1 $(BIN)/python -m pytest --nbmake notebooks
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
     python decode/generate.py "The three laws of motion are"
     python decode/generate.py --chat "Explain tides to a child." --temperature 0.7 --top-p 0.9 --seed 1
     python decode/generate.py --head none "..."          # plain decoding: the same text, one token a forward
+    python decode/generate.py --color "..."              # underlines what was drafted, coloured by level
 
 The last line tells tokens, rounds, tau (tokens a round) and tokens/s; the first run in a shape also compiles.
 """
@@ -13,8 +14,10 @@ import time
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 import eagle_jax as ej
+from eagle_jax import viz
 from eagle_jax.generation import check_lengths
 from eagle_jax.script import require, run
 
@@ -30,6 +33,7 @@ class Options:
     max_length: int | None = None  # of prompt and text together
     stop: tuple[str, ...] = ()  # strings that end the text
     seed: int = 0
+    color: bool = False  # show which tokens were drafted, on a terminal
     sampling: Annotated[ej.SamplingConfig, tyro.conf.arg(name="")] = ej.SamplingConfig()
     tree: ej.TreeConfig = ej.TreeConfig()
 
@@ -44,6 +48,10 @@ def main(options: Options) -> None:
     head = None if options.head == "none" else ej.load_head(options.head, target)
     prompt = options.prompt if options.chat is None else [{"role": "user", "content": options.chat}]
 
+    console, paint = Console(), viz.Painter(target)
+    color = options.color and console.is_terminal
+    if color:
+        console.print(viz.legend(), end="\n\n")
     started, tokens, accepted = time.perf_counter(), 0, []
     for chunk in ej.stream(
         target,
@@ -56,7 +64,10 @@ def main(options: Options) -> None:
         seed=options.seed,
         stop=options.stop,
     ):
-        print(chunk.text, end="", flush=True)
+        if color:
+            console.print(paint(chunk), end="", soft_wrap=True)
+        else:
+            print(chunk.text, end="", flush=True)
         tokens += len(chunk.token_ids)
         if chunk.accepted is not None:
             accepted.append(chunk.accepted)
