@@ -1,4 +1,4 @@
-"""Training data: conversations in JSONL -> token rows with a loss mask -> batches of features.
+"""Conversations in JSONL -> token rows with a loss mask -> batches of features; questions in JSONL -> chats to answer.
 
 A row is one conversation through the model's chat template. Loss falls on what the assistant wrote, its end token
 included. The order of batches is a pure function of (seed, step), so that a checkpoint needs to hold the step only.
@@ -44,7 +44,7 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
     return conversations
 
 
-def _parse(line: str, where: str) -> list[Message]:
+def _parse(line: str | bytes, where: str) -> list[Message]:
     try:
         messages = json.loads(line)["messages"]
         pairs = [(message["role"], message["content"]) for message in messages]
@@ -62,6 +62,42 @@ def _parse(line: str, where: str) -> list[Message]:
             f"{where} does not begin with a turn of the system's or the user's, which every conversation needs."
         )
     return [{"role": role, "content": content} for role, content in pairs]
+
+
+def read_questions(path: str | Path, limit: int | None = None) -> list[list[Message]]:
+    """Reads what is to be answered, one question a line: the first `limit` of them, or all.
+
+    A line is `{"turns": ["...", ...]}` (MT-bench's form), of which the first turn is taken, or a conversation
+    `{"messages": [...]}`, of which everything before the first answer is.
+
+    Raises:
+      ValueError: a line is not of that form, with file and line number; or there is no question.
+    """
+    questions = []
+    with open(path, "rb") as lines:  # as bytes, so that a line that is no UTF-8 is found with its number
+        for number, line in enumerate(lines, start=1):
+            if len(questions) == limit:
+                break
+            if line.strip():
+                questions.append(_question(line, f"{path}, line {number}"))
+    if not questions:
+        raise ValueError(f"{path} holds no question; give a file with one JSON object a line.")
+    return questions
+
+
+def _question(line: bytes, where: str) -> list[Message]:
+    try:
+        fields = json.loads(line)
+        if "messages" not in fields:
+            turn = fields["turns"][0]
+            if not isinstance(fields["turns"], list) or not isinstance(turn, str):
+                raise TypeError("turns must be a list of texts")
+            return [{"role": "user", "content": turn}]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f'{where} is not of the form {{"turns": ["..."]}} ({error!r}).') from error
+    messages = _parse(line, where)
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: answers[0]] if answers else messages
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> Row:

@@ -19,6 +19,9 @@ LAYERS = [
     {"data", "convert"},
     {"features", "gguf_file", "repository"},
     {"checkpoint", "loading"},
+    {"measure"},
+    {"figures", "peers"},
+    {"report"},
 ]
 # Within a layer: what one of its files may import of another.
 SIDEWAYS = {("head", "target")}

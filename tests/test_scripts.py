@@ -79,10 +79,45 @@ def test_compare_refuses(refusal, tmp_path, arguments, message):
     assert message in refusal("decode/compare.py", "--prompts", tmp_path / "prompts.jsonl", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "nowhere.jsonl"], "There is no file of prompts 'nowhere.jsonl'"),
+        (["--methods", "dynamic", "eager"], "There is no method 'eager'; known methods: dynamic, static, chain"),
+        (["--temperatures", "0", "-1"], "temperature is -1.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--limit", "0"], "limit is 0"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--max-new-tokens", "1"], "max_new_tokens is 1"),
+        (["--tree.nodes", "0"], "TreeConfig.nodes is 0"),
+        (["--batch", "2", "--peer", "transformers"], "batch is 2; a peer decodes 1 prompt at a time"),
+    ],
+)
+def test_bench_refuses(refusal, tmp_path, arguments, message):
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n')
+    assert message in refusal("decode/bench.py", "--prompts", tmp_path / "prompts.jsonl", *arguments)
+
+
+def test_bench_overwrites_nothing(refusal, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n')
+    (tmp_path / "bench.json").write_text("{}")
+    said = refusal("decode/bench.py", "--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path)
+    assert "bench.json is there already" in said
+
+
+def test_bench_shows_its_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "decode/bench.py"), run_name="__main__")
+    assert caught.value.code == 0
+    assert "--temperatures" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["compare", "bench"])
 @pytest.mark.parametrize("line", ["{", '{"turn": "a"}', '{"turns": []}', "[1]"])
-def test_compare_names_a_malformed_line(refusal, tmp_path, line):
+def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n' + line + "\n")
-    assert "line 2 is not of the form" in refusal("decode/compare.py", "--prompts", tmp_path / "prompts.jsonl")
+    assert "line 2 is not of the form" in refusal(f"decode/{script}.py", "--prompts", tmp_path / "prompts.jsonl")
 
 
 @pytest.mark.parametrize(

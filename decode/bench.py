@@ -1,0 +1,183 @@
+"""Measures decoding methods on files of prompts: tau, acceptance by position, tokens/s and their ratio to plain.
+
+    python decode/bench.py --prompts mt_bench.jsonl humaneval.jsonl --limit 20 --methods dynamic static chain
+    python decode/bench.py --prompts mt_bench.jsonl --temperatures 0 1 --tree.nodes 8 --tree.depth 3 --tree.top-k 3
+    python decode/bench.py --prompts mt_bench.jsonl --peer transformers --output runs/bench    # JSON, CSV, PNG
+
+Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template. Each
+prompt is decoded plainly and by every method in turn, all in one process and from the same ids. Tokens/s counts what
+comes after the prefill's token; prefill and compilation have columns of their own. The 95 % interval of a ratio comes
+from resampling the prompts. "19/20 (1)" under "same text": 19 texts are plain decoding's, and 1 differs only where its
+two best values lie closer than float32 rounding (2e-4). "0.58/0.27" under "accepted 2": 0.58 of all rounds accepted
+at least 2 draft tokens, and 0.27 of those that accepted at least 1.
+
+--peer transformers runs `generate` of transformers in PyTorch as well, plain and with prompt look-up, with the same
+weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
+otherwise: spinning ones are slow on cores that others use.
+
+--output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+
+import eagle_jax as ej
+from eagle_jax import generation, measure, peers, report
+from eagle_jax.data import read_questions
+from eagle_jax.script import require, run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    prompts: list[Path]
+    limit: int = 20  # prompts taken from each file
+    methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain
+    peer: Literal["transformers"] | None = None
+    target: str = "smollm2-135m"
+    head: str = "smollm2-135m"
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
+    max_new_tokens: int = 96
+    batch: int = 1  # prompts decoded together
+    repeats: int = 1  # timed decodings of each prompt
+    seed: int = 0
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int = 0  # this and the next three: processors of the target's logits, off unless given
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    tree: ej.TreeConfig = ej.TreeConfig()  # nodes, depth, top_k and choices; the kind is the method's
+    output: Path | None = None  # directory for bench.json, bench.csv and bench.png
+
+    def __post_init__(self):
+        for name in ("limit", "batch", "repeats"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        require(len(self.prompts) > 0 and len(self.temperatures) > 0, "Give at least one file and one temperature.")
+        for path in self.prompts:
+            require(path.is_file(), f"There is no file of prompts {str(path)!r}.")
+        names = [path.name for path in self.prompts]
+        require(len(set(names)) == len(names), f"Two files of prompts have one name, among {', '.join(names)}.")
+        for name in self.methods:
+            require(name in METHODS, f"There is no method {name!r}; known methods: {', '.join(METHODS)}.")
+        require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a speed needs at least 2.")
+        require(self.peer is None or self.batch == 1, f"batch is {self.batch}; a peer decodes 1 prompt at a time.")
+        kept = self.output and self.output / "bench.json"
+        require(not kept or not kept.exists(), f"{kept} is there already; give another directory.")
+        if self.peer is not None:
+            peers.require_torch()
+        self.samplings()  # refuses what makes no sense
+
+    def samplings(self) -> list[ej.SamplingConfig]:
+        shared = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+        return [ej.SamplingConfig(temperature=temperature, **shared) for temperature in self.temperatures]
+
+
+class Method(NamedTuple):
+    """A way to draft: what loads the drafter, and the kind of its tree."""
+
+    load: Callable[[ej.Target, Options], ej.Head | generation.BindsDrafter]
+    kind: str
+
+
+def load_head(target: ej.Target, options: Options) -> ej.Head:
+    return ej.load_head(options.head, target)
+
+
+METHODS = {
+    "dynamic": Method(load_head, "dynamic"),
+    "static": Method(load_head, "static"),
+    "chain": Method(load_head, "chain"),
+}
+
+
+def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfig, dict[str, measure.Way]]]:
+    """For each temperature, plain decoding, the methods and the peers by name."""
+    trees = {name: tree_for(options.tree, METHODS[name].kind) for name in options.methods}
+    drafters = {load: load(target, options) for load in {METHODS[name].load for name in options.methods}}
+    model = peers.torch_model(target) if options.peer else None
+    settings: dict[str, Any] = {"target": target, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
+    found = []
+    for sampling in options.samplings():
+        shared: dict[str, Any] = settings | {"sampling": sampling}
+        ways: dict[str, measure.Way] = {"plain": measure.Decoding(drafter=None, **shared)}
+        for name in options.methods:
+            ways[name] = measure.Decoding(drafter=drafters[METHODS[name].load], tree=trees[name], **shared)
+        if model is not None:
+            ways["transformers"] = peers.TransformersDecoding(model=model, **shared)
+            ways["prompt lookup"] = peers.TransformersDecoding(model=model, lookup=True, **shared)
+        found.append((sampling, ways))
+    return found
+
+
+def tree_for(tree: ej.TreeConfig, kind: Any) -> ej.TreeConfig:
+    return dataclasses.replace(tree, kind=kind, choices=tree.choices if kind == "static" else None)
+
+
+def about(options: Options, target: ej.Target) -> dict[str, Any]:
+    """What every figure was measured with."""
+    names = ("target", "head", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
+    fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
+    return fields | ({"peer": peers.about()} if options.peer else {})
+
+
+def main(options: Options) -> None:
+    chats = {path.name: read_questions(path, options.limit) for path in options.prompts}
+    target = ej.load_target(options.target, dtype=options.dtype)
+    found = ways_for(options, target)
+    prompts = {file: [generation.encode_prompt(target, chat) for chat in some] for file, some in chats.items()}
+    jobs = [
+        (file, sampling, ways, begin)
+        for file in prompts
+        for sampling, ways in found
+        for begin in range(0, len(prompts[file]), options.batch)
+    ]
+    drafting = {name: way.drafting for name, way in found[0][1].items()}
+    settings, console = about(options, target), Console()
+    console.print(", ".join(f"{name} {value}" for name, value in settings.items()), highlight=False, markup=False)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+
+    samples: report.Samples = {}
+    warm: set[Hashable] = set()
+    complete = False
+    try:
+        for file, sampling, ways, begin in track(jobs, "measuring", console=console):
+            samples.setdefault((file, sampling.temperature), []).extend(
+                measure.take_turns(
+                    ways,
+                    prompts[file][begin : begin + options.batch],
+                    group=begin // options.batch,
+                    warm=warm,
+                    judge=partial(measure.differences, target, seed=options.seed, sampling=sampling),
+                    repeats=options.repeats,
+                )
+            )
+            if options.output is not None:
+                report.write_json(options.output / "bench.json", report.record(settings, samples, drafting, complete))
+        complete = True
+    except KeyboardInterrupt:
+        console.print("Interrupted; what follows is of the prompts so far.")
+    rows = report.rows(samples, drafting)
+    for table in report.tables(rows):
+        console.print(table)
+        console.print()
+    if options.output is not None and rows:
+        report.write_json(options.output / "bench.json", report.record(settings, samples, drafting, complete))
+        report.write_csv(options.output / "bench.csv", rows, settings)
+        try:
+            report.plot(options.output / "bench.png", rows)
+        except RuntimeError as error:  # no matplotlib; the figures are there all the same
+            console.print(str(error), markup=False)
+    if not complete:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run(main, Options, __doc__)

@@ -1,0 +1,244 @@
+"""What decoding takes: the same prompts by several methods in turn, ids counted alike, compilation kept apart.
+
+A method is a `Way` to decode a group of prompts. It tells two times: from the prompts' ids in hand to the first ids
+out (prefill), and from there to the last ids (decoding). A speed counts the ids of the second time over that time. The
+first call for a shape compiles; it is made beforehand, and what it took more than the next one is told by itself.
+
+Every text of the same seed should be plain decoding's; where one is not, the gap between plain's two best of processed
+`logits + temperature * noise` at the first difference says whether rounding excuses it.
+"""
+
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle_jax import generation
+from eagle_jax import sampling as sampling_rows
+from eagle_jax.config import SamplingConfig, TreeConfig
+from eagle_jax.features import features_of
+from eagle_jax.head import Head
+from eagle_jax.target import Target
+
+# Float32 rounding differs between a forward over one token and over many by less than this.
+EXCUSED_GAP = 2e-4
+
+Clock = Callable[[], float]
+
+
+class Timed(NamedTuple):
+    """One decoding of a group of prompts."""
+
+    ids: list[list[int]]  # each prompt's, the token that ended it included
+    accepted: list[int]  # draft tokens of each round, over all rows
+    early: int  # ids that the prefill gave
+    prefill: float  # seconds
+    decoding: float  # seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decoding
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+
+class Way(Protocol):
+    """A method of decoding."""
+
+    @property
+    def same_text(self) -> bool:
+        """Whether its text should be plain decoding's, id for id."""
+        ...
+
+    @property
+    def drafting(self) -> str:
+        """What it drafts, in words; empty where it does not."""
+        ...
+
+    def shape(self, prompts: Sequence[Sequence[int]]) -> Hashable:
+        """What a first call compiles for."""
+        ...
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> Timed: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """This library's decoding, plain where the drafter is None. Each row draws as if it were alone under the seed."""
+
+    target: Target
+    drafter: Head | generation.BindsDrafter | None
+    tree: TreeConfig = TreeConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 0
+    max_new_tokens: int = 128
+    clock: Clock = time.perf_counter
+    same_text: bool = True
+
+    @property
+    def drafting(self) -> str:
+        drafter, _ = generation.bind(self.target, self.drafter, self.tree)
+        if drafter.nodes == 1:
+            return ""
+        width = f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" else ""
+        return f"{self.tree.kind}, {drafter.nodes} nodes, depth {drafter.depth}{width}"
+
+    def job(self, prompts: Sequence[Sequence[int]]) -> generation.Job:
+        return generation.prepare(
+            self.target,
+            self.drafter,
+            prompts,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            tree=self.tree,
+            seed=[self.seed] * len(prompts),
+        )
+
+    def shape(self, prompts: Sequence[Sequence[int]]) -> Hashable:
+        job, longest = self.job(prompts), max(map(len, prompts))
+        return job.program, len(prompts), min(generation.length_bucket(longest), generation.CHUNK), job.capacity
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> Timed:
+        begun = self.clock()
+        job = self.job(prompts)
+        state = jax.block_until_ready(job.start())
+        first = self.clock()
+        state = jax.block_until_ready(job.run_rounds(state, generation.UNBOUNDED))
+        ended = self.clock()
+        rows = [look.completion for look in job.look(state)]
+        return Timed(
+            ids=[row.token_ids for row in rows],
+            accepted=[count for row in rows for count in row.accepted],
+            early=len(rows),
+            prefill=first - begun,
+            decoding=ended - first,
+        )
+
+
+# --- Taking turns -----------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Where a row's text is not plain decoding's."""
+
+    row: int
+    place: int | None  # of the first id that differs; None where one text only ends earlier
+    gap: float  # plain's between its two best values there; inf where one text only ends earlier
+
+    @property
+    def excused(self) -> bool:
+        return self.gap < EXCUSED_GAP
+
+
+class Sample(NamedTuple):
+    """One way's decoding of one group of prompts."""
+
+    way: str
+    group: int
+    timed: Timed
+    compiling: float  # seconds by which the first call for this shape was longer; 0 where it had been made before
+    differences: list[Difference] | None  # from plain's texts; None: not to be compared
+
+
+Judge = Callable[[Sequence[Sequence[int]], Timed, Timed], list[Difference]]
+
+
+def take_turns(
+    ways: Mapping[str, Way],
+    prompts: Sequence[Sequence[int]],
+    *,
+    group: int,
+    warm: set[Hashable],
+    judge: Judge,
+    repeats: int = 1,
+) -> list[Sample]:
+    """Decodes one group of prompts every way; "plain" must be one of them.
+
+    Args:
+      ways: by name.
+      prompts: the same ids for every way.
+      group: the group's number. It turns the order of the ways, so that a machine's drift meets all of them.
+      warm: shapes whose first call has been made; added to.
+      judge: `differences` with its target; gets the prompts, plain's result and another's.
+      repeats: how many times each way decodes the group.
+    """
+    first_calls = {}
+    for name, way in ways.items():
+        shape = name, way.shape(prompts)
+        if shape not in warm:
+            first_calls[name] = way(prompts).seconds
+            warm.add(shape)
+    names, samples = list(ways), []
+    for repeat in range(repeats):
+        turn = (group + repeat) % len(names)
+        timed = {name: ways[name](prompts) for name in names[turn:] + names[:turn]}
+        for name in names:
+            found = judge(prompts, timed["plain"], timed[name]) if ways[name].same_text else None
+            compiling = max(0.0, first_calls.pop(name, 0.0) - timed[name].seconds)
+            samples.append(Sample(name, group, timed[name], compiling, found))
+    return samples
+
+
+def differences(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    plain: Timed,
+    other: Timed,
+    *,
+    seed: int,
+    sampling: SamplingConfig,
+) -> list[Difference]:
+    """The rows whose texts differ, each at its first difference."""
+    found = []
+    for row, (prompt, one, two) in enumerate(zip(prompts, plain.ids, other.ids, strict=True)):
+        if one == two:
+            continue
+        # The shorter may be the other's beginning.
+        place = next((place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
+        gap = math.inf if place is None else top_two_gap(target, [*prompt, *one[:place]], seed, sampling)
+        found.append(Difference(row, place, gap))
+    return found
+
+
+def top_two_gap(target: Target, ids: list[int], seed: int, sampling: SamplingConfig) -> float:
+    """The gap between the two best of processed `logits + temperature * noise` for the token after `ids`."""
+    features = features_of(*nnx.split(target.model), jnp.asarray([ids]))
+    logits = target.model.logits(features[:, -1])
+    values = sampling_rows.perturbed(
+        logits,
+        sampling_rows.params_for([sampling], target.config.vocab_size),
+        sampling_rows.processors_for([sampling]),
+        sampling_rows.row_keys([seed], 1),
+        jnp.asarray([len(ids)]),
+        jnp.zeros(logits.shape, bool).at[0, jnp.asarray(ids)].set(True),
+    )
+    best = jnp.sort(values[0])[-2:]
+    return float(best[1] - best[0])
+
+
+def time_rounds(way: Decoding, prompt: Sequence[int], rounds: int) -> tuple[float, int]:
+    """Seconds of a prompt's first rounds, prefill left out, and how many they were; the shape must be warm."""
+    job = way.job([prompt])
+    state = jax.block_until_ready(job.start())
+    begun = way.clock()
+    state = jax.block_until_ready(job.run_rounds(state, rounds))
+    return way.clock() - begun, int(state.rounds[0])
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> str:
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    return f"{cores()} {platform.machine()} cores, jax {jax.__version__} on {len(jax.devices())} {', '.join(kinds)}"

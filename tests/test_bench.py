@@ -1,0 +1,358 @@
+"""Measuring: what is counted, what is timed, and what is written about it."""
+
+import csv
+import dataclasses
+import importlib.util
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from engine_rig import full_logits, make_head, make_target, random_prompts
+from flax import nnx
+from rig import tiny_config
+from test_data import word_tokenizer
+
+import eagle_jax as ej
+from eagle_jax import data, figures, measure, peers, report
+from eagle_jax.config import RopeScaling
+
+ROOT = Path(__file__).parent.parent
+# One tree, one batch size and one bucket of prompt lengths for all tests, so that little is compiled.
+TREE = ej.TreeConfig(kind="chain", nodes=4, depth=3)
+SMALL_TREE = ("--methods", "chain", "--tree.nodes", "4", "--tree.depth", "3")
+
+
+class Clock:
+    """Seconds as the test says."""
+
+    def __init__(self, step=1.0):
+        self.now, self.step = 0.0, step
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+
+class Fake:
+    """A way that takes the seconds it is told to: a first call for a length of prompt takes 100 more."""
+
+    same_text, drafting = True, ""
+
+    def __init__(self, ids, decoding, accepted=(), early=1, log=None):
+        self.ids, self.decoding, self.accepted, self.early, self.log = ids, decoding, list(accepted), early, log
+        self.seen = set()
+
+    def shape(self, prompts):
+        return len(prompts[0])
+
+    def __call__(self, prompts):
+        if self.log is not None:
+            self.log.append(self)
+        compiling = 0 if len(prompts[0]) in self.seen else 100
+        self.seen.add(len(prompts[0]))
+        return measure.Timed([self.ids], self.accepted, self.early, 0.5 + compiling, self.decoding)
+
+
+def no_difference(prompts, plain, other):
+    return [] if plain.ids == other.ids else [measure.Difference(0, 0, 1.0)]
+
+
+def turns(ways, prompts, **options):
+    warm, samples = set(), []
+    for group, prompt in enumerate(prompts):
+        samples += measure.take_turns(ways, [prompt], group=group, warm=warm, judge=no_difference, **options)
+    plain = [sample for sample in samples if sample.way == "plain"]
+    return {way: figures.figures([one for one in samples if one.way == way], plain) for way in ways}
+
+
+def test_P2_both_sides_count_ids_alike_and_leave_compilation_out():
+    ids = list(range(9))
+    plain, drafted = Fake(ids, 4.0, [0] * 8), Fake(ids, 2.0, [1] * 4)
+    found = turns({"plain": plain, "drafted": drafted}, [[1, 2], [3, 4], [5]])
+    for one in found.values():
+        assert (one.texts, one.tokens, one.identical) == (3, 27, 3)
+        assert one.compiling_seconds == 200  # two lengths of prompts
+        assert one.prefill_seconds == 1.5
+    # 8 ids come after the prefill's; compilation and prefill are in neither speed.
+    assert found["plain"].tokens_per_second == 8 / 4 and found["drafted"].tokens_per_second == 8 / 2
+    assert found["drafted"].tokens_per_second_with_prefill == 9 / 2.5
+    assert (found["drafted"].ratio, found["plain"].ratio) == (2, 1)
+    assert (found["drafted"].tau, found["plain"].tau) == (2, 1)
+
+
+def test_P2_ids_that_come_with_the_prefill_are_no_decoding():
+    ids = list(range(9))
+    found = turns({"plain": Fake(ids, 4.0), "early": Fake(ids, 2.0, early=5)}, [[1]])
+    assert found["early"].tokens_per_second == 4 / 2
+    assert found["early"].ratio == 1
+
+
+def test_P2_a_real_way_reads_the_clock_around_prefill_and_decoding_only(target, head):
+    prompt = [1, 2, 3]
+    plain = measure.Decoding(target=target, drafter=None, max_new_tokens=12, clock=Clock())
+    drafted = dataclasses.replace(plain, drafter=head, tree=TREE)
+    for way in (plain, drafted):
+        timed = way([prompt])
+        assert (timed.prefill, timed.decoding, timed.early, timed.tokens) == (1, 1, 1, 12)
+        done = ej.generate(target, way.drafter, prompt, max_new_tokens=12, tree=TREE)
+        assert (timed.ids, timed.accepted, figures.tau(timed.accepted)) == ([done.token_ids], done.accepted, done.tau)
+    assert measure.time_rounds(drafted, prompt, 3) == (1, 3)
+
+
+def test_a_shape_is_what_compiles(target, head):
+    plain = measure.Decoding(target=target, drafter=None, max_new_tokens=12)
+    short, longer = [[1] * 4], [[1] * 5]
+    assert plain.shape(short) == plain.shape(longer) != plain.shape([[1] * 40])
+    assert plain.shape(short) != dataclasses.replace(plain, drafter=head).shape(short)
+    assert plain.shape(short) != dataclasses.replace(plain, sampling=ej.SamplingConfig(temperature=1)).shape(short)
+
+
+def test_ways_take_turns_in_every_place():
+    log = []
+    ways = {name: Fake([1, 2], 1.0, log=log) for name in ("plain", "a", "b")}
+    turns(ways, [[1]] * 3, repeats=2)
+    names = {id(way): name for name, way in ways.items()}
+    order = [names[id(way)] for way in log][3:]  # after the first calls
+    assert sorted(tuple(order[i : i + 3]) for i in range(0, 18, 3)) == sorted(
+        2 * [("plain", "a", "b"), ("a", "b", "plain"), ("b", "plain", "a")]
+    )
+
+
+def test_a_ratio_is_of_sums_and_its_spread_over_prompts():
+    def sample(way, group, ids, seconds):
+        return measure.Sample(way, group, measure.Timed([list(range(ids))], [], 1, 1.0, seconds), 0.0, [])
+
+    plain = [sample("plain", group, 11, 10.0) for group in range(2)] + [sample("plain", 2, 1, 0.1)]
+    drafted = [sample("a", 0, 11, 2.0), sample("a", 1, 11, 6.0), sample("a", 2, 1, 9.0)]
+    found = figures.figures(drafted, plain)
+    assert found.ratio == pytest.approx(20 / 8)  # the text of a single id has no decoding
+    assert (found.ratio_min, found.ratio_max) == pytest.approx((10 / 6, 5))
+    assert found.ratio_min <= found.ratio_low <= found.ratio <= found.ratio_high <= found.ratio_max
+    assert math.isnan(figures.figures(drafted[2:], plain[2:]).ratio)
+
+
+def test_acceptance_by_position():
+    accepted = [0, 1, 3, 2]
+    assert figures.acceptance(accepted, 4) == [0.75, 0.5, 0.25, 0]
+    timed = measure.Timed([[1] * 10], accepted, 1, 1.0, 1.0)
+    found = figures.figures([measure.Sample("a", 0, timed, 0.0, None)], [measure.Sample("plain", 0, timed, 0.0, [])])
+    assert found.accepted_at_level == [0.75, 0.5, 0.25]
+    assert found.accepted_given_previous == pytest.approx([0.75, 2 / 3, 1 / 2])
+    assert found.tau == 2.5
+    assert found.identical is None
+
+
+def test_a_difference_is_found_with_its_gap(target):
+    prompt, sampling = [1, 2, 3], ej.SamplingConfig(temperature=1.0)
+    way = measure.Decoding(target=target, drafter=None, sampling=sampling, seed=5, max_new_tokens=8)
+    plain = way([prompt])
+    wrong = [*plain.ids[0][:4], (plain.ids[0][4] + 1) % 16, *plain.ids[0][5:]]
+    judge = lambda ids: measure.differences(target, [prompt], plain, ids, seed=5, sampling=sampling)  # noqa: E731
+    assert judge(plain) == []
+    ((row, place, gap),) = judge(plain._replace(ids=[wrong]))
+    assert (row, place) == (0, 4) and 0 < gap < math.inf
+    assert judge(plain._replace(ids=[plain.ids[0][:4]]))[0].gap == math.inf
+
+
+# --- Questions --------------------------------------------------------------------------------------------------------
+
+
+def test_questions_in_either_form(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    chat = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    path.write_text('{"question_id": 1, "turns": ["a", "b"]}\n\n' + json.dumps({"messages": chat}) + "\n{broken\n")
+    assert data.read_questions(path, 2) == [[{"role": "user", "content": "a"}], chat[:2]]
+    with pytest.raises(ValueError, match="line 4 is not of the form"):
+        data.read_questions(path)
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"turn": "a"}', b'{"turns": []}', b'{"turns": "a"}', b"[1]", b"1", b"\xff"])
+def test_a_malformed_question_is_named(tmp_path, line):
+    (tmp_path / "questions.jsonl").write_bytes(b'{"turns": ["a"]}\n' + line)
+    with pytest.raises(ValueError, match="line 2 is not of the form"):
+        data.read_questions(tmp_path / "questions.jsonl")
+
+
+def test_no_question_is_an_error(tmp_path):
+    (tmp_path / "questions.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no question"):
+        data.read_questions(tmp_path / "questions.jsonl")
+
+
+# --- The script -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Runs the script on a tiny target with an untrained head; gives the directory it wrote."""
+    target = dataclasses.replace(make_target(), tokenizer=word_tokenizer())
+    monkeypatch.setattr(ej, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr(ej, "load_head", lambda *_, **__: make_head(target))
+    for name in ("one", "two"):
+        turns = [["a b c"], ["d e"], ["f"]]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
+
+    def run(*arguments):
+        prompts = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+        output = tmp_path / "out"
+        given = ["bench.py", "--prompts", *prompts, "--output", str(output), "--max-new-tokens", "8", *arguments]
+        monkeypatch.setattr(sys, "argv", given)
+        runpy.run_path(str(ROOT / "decode/bench.py"), run_name="__main__")
+        return output
+
+    return run
+
+
+def test_bench_writes_what_it_measured(bench, capsys):
+    output = bench("--limit", "2", "--temperatures", "0", "1", "--seed", "3", *SMALL_TREE)
+    record = json.loads((output / "bench.json").read_text())
+    assert record["complete"]
+    settings = record["settings"]
+    assert (settings["seed"], settings["top_p"], settings["max_new_tokens"]) == (3, 1.0, 8)
+    assert settings["dtype"] == "float32" and "jax" in settings["machine"]
+    rows = record["rows"]
+    assert [(row["file"], row["temperature"], row["method"]) for row in rows] == [
+        (file, temperature, method)
+        for file in ("one.jsonl", "two.jsonl")
+        for temperature in (0.0, 1.0)
+        for method in ("plain", "chain")
+    ]
+    for row in rows:
+        assert (row["texts"], row["identical"], row["tokens"]) == (2, 2, 16)
+        assert row["method"] != "plain" or (row["tau"], row["ratio"], row["drafting"]) == (1, 1, "")
+    assert {row["drafting"] for row in rows if row["method"] == "chain"} == {"chain, 4 nodes, depth 3"}
+    assert len(record["samples"]) == len(rows) * 2
+    with open(output / "bench.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["tau"]) for line in lines] == [row["tau"] for row in rows]
+    assert all(line["seed"] == "3" and line["dtype"] == "float32" for line in lines)
+    if importlib.util.find_spec("matplotlib"):
+        assert (output / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "mean over files, temperature 1" in capsys.readouterr().out
+
+
+def test_bench_keeps_what_was_measured_before_ctrl_c(bench, monkeypatch, tmp_path):
+    calls = []
+
+    def take_turns(*arguments, **options):
+        calls.append(options["group"])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    original = measure.take_turns
+    monkeypatch.setattr(measure, "take_turns", take_turns)
+    with pytest.raises(SystemExit) as caught:
+        bench(*SMALL_TREE)
+    assert caught.value.code == 130
+    record = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert not record["complete"]
+    assert [row["texts"] for row in record["rows"]] == [2, 2]
+    assert not list(tmp_path.glob("out/*.partial"))
+
+
+def test_a_plot_says_what_to_install(bench, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    output = bench("--limit", "1", *SMALL_TREE)
+    assert 'pip install "eagle_jax[plots]"' in capsys.readouterr().out.replace("\n", " ")
+    assert json.loads((output / "bench.json").read_text())["complete"]
+
+
+def test_numbers_that_are_none_become_null(tmp_path):
+    report.write_json(tmp_path / "a.json", {"tau": math.nan, "gaps": [math.inf, 1.0]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"tau": None, "gaps": [None, 1.0]}
+
+
+# --- The peer ---------------------------------------------------------------------------------------------------------
+
+LLAMA3 = RopeScaling(rope_type="llama3", factor=4.0, original_max_position_embeddings=16)
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+FAMILIES = {
+    "Llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3},
+    "Mistral": {"sliding_window": 5, "head_dim": 10, "rope_theta": 500.0},
+    "Qwen2": {"attention_bias": True, "attention_output_bias": False, "tie_word_embeddings": True},
+    "Qwen3": {"qk_norm": True, "sliding_window": 5, "layer_types": ("full_attention", "sliding_attention")},
+    "yarn": {"rope_scaling": YARN},
+}
+
+
+def wandering(target):
+    """Biases and norms of a fresh target are zeros and ones; with other numbers none can be forgotten."""
+    graphdef, params = nnx.split(target.model)
+    leaves, structure = jax.tree.flatten(params)
+    random = np.random.default_rng(0)
+    changed = [leaf + 0.3 * random.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
+    return dataclasses.replace(target, model=nnx.merge(graphdef, jax.tree.unflatten(structure, changed)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_peer_has_the_targets_weights(family):
+    torch = pytest.importorskip("torch")
+    config = tiny_config(max_position_embeddings=64, **FAMILIES[family])
+    target = wandering(ej.Target.random(config))
+    model = peers.torch_model(target)
+    assert type(model).__name__ == family.replace("yarn", "Llama") + "ForCausalLM"
+    tokens = np.random.default_rng(1).integers(0, 16, (2, 24))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(full_logits(target, tokens), logits, rtol=0, atol=1e-4)
+
+
+def test_no_peer_for_a_mixture_that_transformers_lacks():
+    with pytest.raises(ValueError, match="no class for this target's mixture"):
+        peers.peer_config(tiny_config(qk_norm=True, mlp_bias=True))
+    with pytest.raises(ValueError, match="rope type is 'factors'"):
+        peers.peer_config(tiny_config(rope_scaling=RopeScaling(rope_type="factors", factors=(2.0,) * 8)))
+
+
+def test_a_peer_says_what_to_install(monkeypatch, target):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="which is not installed; pip install"):
+        peers.torch_model(target)
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_peers_greedy_text_is_plain_decodings(lookup):
+    pytest.importorskip("torch")
+    target = make_target(eos=(7,))
+    shared = {"target": target, "max_new_tokens": 24, "clock": Clock()}
+    plain = measure.Decoding(drafter=None, **shared)
+    peer = peers.TransformersDecoding(model=peers.torch_model(target), lookup=lookup, **shared)
+    prompts = random_prompts(6)
+    lengths = set()
+    for prompt in prompts:
+        timed, wanted = peer([prompt]), plain([prompt])
+        assert timed.ids == wanted.ids
+        lengths.add(timed.tokens)
+        # What came with the prefill and what came in each round are all there is.
+        assert timed.early + sum(timed.accepted) + len(timed.accepted) == timed.tokens
+        assert timed.prefill == 2 and timed.decoding == len(timed.accepted) + 1  # one reading an arrival
+    assert len(lengths) > 1 and max(lengths) == 24  # some end by themselves
+    assert peer.same_text
+
+
+def test_a_peer_samples_by_seed():
+    pytest.importorskip("torch")
+    target = make_target()
+    sampling = ej.SamplingConfig(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01, repetition_penalty=1.1)
+    peer = peers.TransformersDecoding(
+        target=target, model=peers.torch_model(target), sampling=sampling, seed=3, max_new_tokens=12
+    )
+    assert not peer.same_text
+    first, again = peer([[1, 2, 3]]), peer([[1, 2, 3]])
+    assert first.ids == again.ids != dataclasses.replace(peer, seed=4)([[1, 2, 3]]).ids
+
+
+def test_bench_runs_a_peer_beside(bench):
+    pytest.importorskip("torch")
+    output = bench("--limit", "1", "--peer", "transformers", *SMALL_TREE)
+    record = json.loads((output / "bench.json").read_text())
+    assert "torch" in record["settings"]["peer"]
+    methods = [row["method"] for row in record["rows"] if row["file"] == "one.jsonl"]
+    assert methods == ["plain", "chain", "transformers", "prompt lookup"]
+    assert all(row["identical"] == 1 for row in record["rows"])
