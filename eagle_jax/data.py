@@ -35,7 +35,7 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
       ValueError: a line is not of that form, with file and line number; or there is none.
     """
     conversations = []
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:  # as bytes, so that a line that is no UTF-8 is found with its number
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 conversations.append(_parse(line, f"{path}, line {number}"))
@@ -44,11 +44,11 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
     return conversations
 
 
-def _parse(line: str | bytes, where: str) -> list[Message]:
+def _parse(line: bytes, where: str) -> list[Message]:
     try:
         messages = json.loads(line)["messages"]
         pairs = [(message["role"], message["content"]) for message in messages]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f'{where} is not of the form {{"messages": [{{"role", "content"}}, ...]}} ({error!r}).'
         ) from error
@@ -93,7 +93,7 @@ def _question(line: bytes, where: str) -> list[Message]:
             if not isinstance(fields["turns"], list) or not isinstance(turn, str):
                 raise TypeError("turns must be a list of texts")
             return [{"role": "user", "content": turn}]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f'{where} is not of the form {{"turns": ["..."]}} ({error!r}).') from error
     messages = _parse(line, where)
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]

@@ -190,11 +190,12 @@ def rope_from(fields: Fields, max_positions: int, source: str) -> tuple[float, R
     turned = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
     if turned != 1:
         raise ValueError(f"{source} has partial_rotary_factor {turned!r}; supported is 1.")
-    theta = _value(rope, "rope_theta", source) or _value(fields, "rope_theta", source) or 10000.0
+    stated = (_value(rope, "rope_theta", source), _value(fields, "rope_theta", source), 10000.0)
+    theta = next(value for value in stated if value is not None)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ROPE_REQUIRED:
+    if not isinstance(kind, str) or kind not in ROPE_REQUIRED:
         known = ", ".join(("default", *ROPE_REQUIRED))
         raise ValueError(f"{source} has rope type {kind!r}; supported are {known}.")
     names = ROPE_REQUIRED[kind] + ROPE_OPTIONAL.get(kind, ())
@@ -204,7 +205,7 @@ def rope_from(fields: Fields, max_positions: int, source: str) -> tuple[float, R
             raise ValueError(f"{source} has rope type {kind!r} without {name!r}, which has no default; add it.")
     if kind == "yarn" and "factor" not in values:
         original = values.get("original_max_position_embeddings")
-        if not original:
+        if not original or original < 0:
             raise ValueError(f"{source} has rope type 'yarn' without 'factor', which has no default; add it.")
         values["factor"] = max_positions / original
     return theta, RopeScaling(rope_type=kind, **values)
