@@ -32,7 +32,7 @@ class Figures:
     decoding_seconds: float
     compiling_seconds: float
     identical: int | None  # texts that are plain's; None where they are not to be compared
-    excused: int | None  # texts that are not, with a gap below EXCUSED_GAP
+    excused: int | None  # texts that are not, with a gap that rounding excuses
     gaps: list[float] | None
 
 

@@ -67,7 +67,7 @@ def attend(
 
     def mix(weights: Array, values: Array) -> Array:
         weights = weights.astype(values.dtype).reshape(*grouped.shape[:3], -1)
-        return jnp.einsum("bkqs,bksh->bkqh", weights, values, precision=precision)
+        return jnp.einsum("bkqs,bksh->bkqh", weights, values, precision=precision, preferred_element_type=jnp.float32)
 
     scores = score(block[0], block_mask[:, None, None])  # [B, KV, G, T, U]
     if prefix is None:
@@ -78,7 +78,8 @@ def attend(
         before = score(prefix[0], prefix_mask[:, None, None])
         weights = jax.nn.softmax(jnp.concatenate([before, scores], axis=-1), axis=-1)
         mixed = mix(weights[..., :slots], prefix[1]) + mix(weights[..., slots:], block[1])
-    return mixed.reshape(batch, heads, tokens, dim)
+    # Rounded once, after the sum: where a token stands, in the prefix or in the block, must not show.
+    return mixed.astype(queries.dtype).reshape(batch, heads, tokens, dim)
 
 
 class Masks(NamedTuple):

@@ -5,7 +5,7 @@ out (prefill), and from there to the last ids (decoding). A speed counts the ids
 first call for a shape compiles; it is made beforehand, and what it took more than the next one is told by itself.
 
 Every text of the same seed should be plain decoding's; where one is not, the gap between plain's two best of processed
-`logits + temperature * noise` at the first difference says whether rounding excuses it.
+`logits + temperature * noise` at the first difference says whether rounding excuses it: float32's, or bfloat16's.
 """
 
 import dataclasses
@@ -27,8 +27,10 @@ from eagle_jax.features import features_of
 from eagle_jax.head import Head
 from eagle_jax.target import Target
 
-# Float32 rounding differs between a forward over one token and over many by less than this.
+# Rounding differs between a forward over one token and over many, in float32 by less than this ...
 EXCUSED_GAP = 2e-4
+# ... and in bfloat16, where now and then a feature rounds the other way, by less than so many units in the last place.
+EXCUSED_ULPS = 2
 
 Clock = Callable[[], float]
 
@@ -133,10 +135,11 @@ class Difference(NamedTuple):
     row: int
     place: int | None  # of the first id that differs; None where one text only ends earlier
     gap: float  # plain's between its two best values there; inf where one text only ends earlier
+    allowed: float  # gaps below this are rounding's
 
     @property
     def excused(self) -> bool:
-        return self.gap < EXCUSED_GAP
+        return self.gap < self.allowed
 
 
 class Sample(NamedTuple):
@@ -204,13 +207,23 @@ def differences(
             continue
         # The shorter may be the other's beginning.
         place = next((place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
-        gap = math.inf if place is None else top_two_gap(target, [*prompt, *one[:place]], seed, sampling)
-        found.append(Difference(row, place, gap))
+        if place is None:
+            found.append(Difference(row, None, math.inf, allowed=0.0))
+            continue
+        second, best = top_two(target, [*prompt, *one[:place]], seed, sampling)
+        found.append(Difference(row, place, best - second, allowed_gap(target.dtype, best)))
     return found
 
 
-def top_two_gap(target: Target, ids: list[int], seed: int, sampling: SamplingConfig) -> float:
-    """The gap between the two best of processed `logits + temperature * noise` for the token after `ids`."""
+def allowed_gap(dtype: jnp.dtype, value: float) -> float:
+    """The gap below which rounding may exchange two values of about this size."""
+    if dtype == jnp.float32:
+        return EXCUSED_GAP
+    return EXCUSED_ULPS * 2.0 ** (math.frexp(value)[1] + math.frexp(float(jnp.finfo(dtype).eps))[1] - 2)
+
+
+def top_two(target: Target, ids: list[int], seed: int, sampling: SamplingConfig) -> tuple[float, float]:
+    """The second and the best of processed `logits + temperature * noise` for the token after `ids`."""
     features = features_of(*nnx.split(target.model), jnp.asarray([ids]))
     logits = target.model.logits(features[:, -1])
     values = sampling_rows.perturbed(
@@ -221,8 +234,8 @@ def top_two_gap(target: Target, ids: list[int], seed: int, sampling: SamplingCon
         jnp.asarray([len(ids)]),
         jnp.zeros(logits.shape, bool).at[0, jnp.asarray(ids)].set(True),
     )
-    best = jnp.sort(values[0])[-2:]
-    return float(best[1] - best[0])
+    second, best = jnp.sort(values[0])[-2:].tolist()
+    return second, best
 
 
 def time_rounds(way: Decoding, prompt: Sequence[int], rounds: int) -> tuple[float, int]:

@@ -36,6 +36,13 @@ def make_head(target: ej.Target, sharpness: float = 3.0) -> ej.Head:
     return dataclasses.replace(head, model=_sharpened(head.model, sharpness))
 
 
+def in_bfloat16(target: ej.Target) -> ej.Target:
+    """The same weights, rounded."""
+    graphdef, _ = nnx.split(ej.Target.random(target.config, dtype=jnp.bfloat16).model)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(target.model))
+    return dataclasses.replace(target, model=nnx.merge(graphdef, params))
+
+
 def _sharpened(model: Any, factor: float) -> Any:
     graphdef, params = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x if x.ndim == 1 else x * factor, params))  # all but the norms

@@ -59,7 +59,7 @@ class Fake:
 
 
 def no_difference(prompts, plain, other):
-    return [] if plain.ids == other.ids else [measure.Difference(0, 0, 1.0)]
+    return [] if plain.ids == other.ids else [measure.Difference(0, 0, 1.0, 2e-4)]
 
 
 def turns(ways, prompts, **options):
@@ -154,7 +154,7 @@ def test_a_difference_is_found_with_its_gap(target):
     wrong = [*plain.ids[0][:4], (plain.ids[0][4] + 1) % 16, *plain.ids[0][5:]]
     judge = lambda ids: measure.differences(target, [prompt], plain, ids, seed=5, sampling=sampling)  # noqa: E731
     assert judge(plain) == []
-    ((row, place, gap),) = judge(plain._replace(ids=[wrong]))
+    ((row, place, gap, _),) = judge(plain._replace(ids=[wrong]))
     assert (row, place) == (0, 4) and 0 < gap < math.inf
     assert judge(plain._replace(ids=[plain.ids[0][:4]]))[0].gap == math.inf
 

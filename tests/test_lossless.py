@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
-from engine_rig import TREE, Copy, Oracle, ids, mean_accepted, random_prompts
+from engine_rig import TREE, Copy, Oracle, ids, in_bfloat16, make_head, mean_accepted, random_prompts
 
 import eagle_jax as ej
+from eagle_jax.measure import Timed, allowed_gap, differences
 
 PROMPTS = random_prompts(50)
 NEW = 64
@@ -43,6 +45,30 @@ def test_B1_greedy_is_plain_where_the_target_drafts(target):
 
 # A dozen points of depth 1..10 x nodes 1..60, corners included.
 GRID = [(1, 2), (1, 60), (2, 1), (2, 17), (3, 33), (4, 52), (5, 9), (6, 60), (7, 26), (8, 40), (10, 2), (10, 60)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_B2_bfloat16_is_plain_up_to_two_units_in_the_last_place(target, temperature):
+    """With weights this large one rounding the other way is far more than in a trained model."""
+    target = in_bfloat16(target)
+    head = make_head(target)
+    seeds = list(range(len(PROMPTS)))
+    options = {"max_new_tokens": NEW, "sampling": ej.SamplingConfig(temperature=temperature), "seed": seeds}
+    plain, drafted = (ej.generate(target, drafter, PROMPTS, tree=TREE, **options) for drafter in (None, head))
+    assert target.dtype == jnp.bfloat16 and mean_accepted(drafted) > 0.5
+    differing = []
+    for seed, prompt, one, two in zip(seeds, PROMPTS, plain, drafted, strict=True):
+        pair = (Timed([done.token_ids], done.accepted, early=1, prefill=0, decoding=0) for done in (one, two))
+        differing += differences(target, [prompt], *pair, seed=seed, sampling=options["sampling"])
+    assert all(one.excused for one in differing)
+    assert len(differing) <= 2
+
+
+def test_B2_units_in_the_last_place():
+    """bfloat16 has 8 bits of precision: between 4 and 8 its numbers are 2**-5 apart."""
+    assert allowed_gap(jnp.dtype(jnp.bfloat16), 5.0) == 2 * 2**-5
+    assert float(jnp.bfloat16(4 + 2**-5)) == 4 + 2**-5 and float(jnp.bfloat16(4 + 2**-7)) == 4
+    assert allowed_gap(jnp.dtype(jnp.float32), 5.0) == 2e-4
 
 
 @pytest.mark.parametrize(("depth", "nodes"), GRID)
