@@ -1,8 +1,10 @@
 """EAGLE and EAGLE-2 speculative decoding in JAX: the target's own text, token for token, in fewer forward passes."""
 
 from eagle_jax.checkpoint import load_head, save_head
+from eagle_jax.completion import Chunk, Completion
 from eagle_jax.config import HeadConfig, ModelConfig, RopeScaling, SamplingConfig, TreeConfig
-from eagle_jax.generation import Chunk, Completion, generate, stream
+from eagle_jax.conversation import Conversation
+from eagle_jax.generation import generate, stream
 from eagle_jax.head import Head
 from eagle_jax.loading import load_target
 from eagle_jax.target import Target
@@ -10,6 +12,7 @@ from eagle_jax.target import Target
 __all__ = [
     "Chunk",
     "Completion",
+    "Conversation",
     "Head",
     "HeadConfig",
     "ModelConfig",

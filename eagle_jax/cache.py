@@ -1,7 +1,8 @@
 """Key-value caches that hold committed tokens only.
 
 The keys and values of tokens under test (a draft tree, a prompt's chunk) stand beside the cache until the target has
-spoken; then the accepted ones are written once. So there is nothing to roll back and nothing to compact.
+spoken; then the accepted ones are written once. So there is nothing to compact, and to go back is to say a shorter
+length.
 
 B batch rows, S cache slots, T block tokens, R tokens to write, KV key-value heads, H head dimension. Heads stand before
 slots, as attention's products want them: the other way round, a CPU copies the whole cache into that order every round.
@@ -88,3 +89,8 @@ def commit(cache: KVCache, rows: Rows, count: Array, path: Array | None = None) 
         values=tuple(map(write, cache.values, rows.values)),
         length=cache.length + count,
     )
+
+
+def rewound(cache: KVCache, length: Array) -> KVCache:
+    """The cache with the first `length` i32[B] tokens of each row, which are no more than it holds."""
+    return dataclasses.replace(cache, length=length)

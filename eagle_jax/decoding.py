@@ -240,6 +240,83 @@ def watch_round(params: Params, state: DecodeState, *, program: Program) -> tupl
     return run_round(params, state, program=program)
 
 
+@partial(jax.jit, static_argnames="program", donate_argnames="state")
+def rewind(
+    params: Params,
+    state: DecodeState,
+    settings: RowSettings,
+    keys: Array,
+    tokens: Array,
+    length: Array,
+    *,
+    program: Program,
+) -> DecodeState:
+    """Takes rows back to their beginnings, as a prefill of these would leave them, for prompts that go on from there.
+
+    Args:
+      state: donated.
+      settings: of the new prompts.
+      keys: key[B], of the new prompts.
+      tokens: i32[B, M], the rows' own; their first `length` are read.
+      length: i32[B], how many tokens to keep, at most what the cache holds. The drafter may keep fewer, and then so
+        does the row: `prompt_length` says where the prefill has to begin.
+    """
+    draft, known = program.drafter.rewind(params.drafter, state.draft, length)
+    none = jnp.zeros_like(known)
+    return dataclasses.replace(
+        state,
+        rounds=none,
+        emitted=none,
+        prompt_length=known,
+        finish=jnp.full_like(known, RUNNING),
+        cache=kv.rewound(state.cache, known),
+        draft=draft,
+        seen=None
+        if state.seen is None
+        else _mark(jnp.zeros_like(state.seen), tokens, jnp.arange(tokens.shape[1]) < known[:, None]),
+        keys=keys,
+        settings=settings,
+    )
+
+
+@partial(jax.jit, static_argnames=("program", "capacity", "dtype"))
+def grow(params: Params, state: DecodeState, *, program: Program, capacity: int, dtype: layers.Dtype) -> DecodeState:
+    """The state with room for more tokens, `capacity` in all."""
+    roomy = init_state(params, state.settings, state.keys, program=program, capacity=capacity, dtype=dtype)
+
+    def into(large: Array, small: Array) -> Array:
+        return small if small.shape == large.shape else jax.lax.dynamic_update_slice(large, small, (0,) * large.ndim)
+
+    return jax.tree.map(into, roomy, state)
+
+
+class News(NamedTuple):
+    """What the host has not read yet of each row, W places of it."""
+
+    tokens: Array  # i32[B, W]
+    logprobs: Array  # f32[B, W]
+    accepted: Array  # i32[B, W]
+    emitted: Array  # i32[B], all in all
+    rounds: Array  # i32[B], all in all
+    finish: Array  # i32[B]
+
+
+def all_news(state: DecodeState) -> News:
+    """The news for a host that has read nothing."""
+    return News(state.tokens, state.logprobs, state.accepted, state.emitted, state.rounds, state.finish)
+
+
+@partial(jax.jit, static_argnames="width")
+def news_since(state: DecodeState, emitted: Array, rounds: Array, *, width: int) -> News:
+    """The news for a host that has read `emitted` tokens and `rounds` rounds of each row, both i32[B]."""
+
+    def window(values: Array, begin: Array) -> Array:
+        return jnp.take_along_axis(values, begin[:, None] + jnp.arange(width), axis=1, mode="clip")
+
+    tokens, logprobs = window(state.tokens, emitted), window(state.logprobs, emitted)
+    return News(tokens, logprobs, window(state.accepted, rounds), state.emitted, state.rounds, state.finish)
+
+
 @partial(jax.jit, donate_argnames="state")
 def end_rows(state: DecodeState, ended: Array) -> DecodeState:
     """Ends the running rows of bool[B]: the host has found a stop string in them. `state` is donated."""

@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
-        """A state for rows of up to `capacity` tokens that has seen none."""
+        """A state for rows of up to `capacity` tokens that has seen none. More capacity only makes arrays longer."""
         ...
 
     def prefill(self, params: Any, state: Any, chunk: Committed) -> Any:
@@ -67,6 +67,13 @@ class Drafter(Protocol):
 
     def observe(self, params: Any, state: Any, committed: Committed) -> Any:
         """Takes in what a round committed, at most D + 1 tokens; at first the prompt's last token alone."""
+        ...
+
+    def rewind(self, params: Any, state: Any, length: Array) -> tuple[Any, Array]:
+        """Forgets what it saw after each row's first `length` i32[B] features, for a prompt that goes on from there.
+
+        Returns how many features of each row it still knows, at most `length`: the prefill begins after them.
+        """
         ...
 
 
@@ -88,6 +95,9 @@ class NoDraft:
 
     def observe(self, params: Any, state: tuple[()], committed: Committed) -> tuple[()]:
         return state
+
+    def rewind(self, params: Any, state: tuple[()], length: Array) -> tuple[tuple[()], Array]:
+        return state, length
 
 
 # --- Trees from a step function ---------------------------------------------------------------------------------------

@@ -105,6 +105,18 @@ class HeadDrafter:
         )
         return dataclasses.replace(state, pending=pending)
 
+    def rewind(self, params: HeadParams, state: DraftState, length: Array) -> tuple[DraftState, Array]:
+        cache = kv.commit(state.cache, state.fresh, state.fresh_count)
+        _, rows = self._extend(params, cache, state.pending)
+        known = jnp.minimum(length, cache.length + state.pending.count)
+        none = jnp.zeros_like(known)
+        return DraftState(
+            cache=kv.rewound(kv.commit(cache, rows, state.pending.count), known),
+            fresh=state.fresh,
+            fresh_count=none,
+            pending=state.pending._replace(count=none),
+        ), known
+
     def propose(self, params: HeadParams, state: DraftState, root: Array) -> tuple[Tree, DraftState]:
         # Written before anything reads it and not after: a compiled loop that reads a cache and then writes it, with
         # nothing to order the two, copies the whole cache every round.

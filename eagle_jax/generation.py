@@ -5,9 +5,8 @@ the host reads the result once at the end, or after each round for a stream.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from flax import nnx
 
 from eagle_jax import decoding, draft, eagle
 from eagle_jax import sampling as sampling_rows
-from eagle_jax import text as text_out
+from eagle_jax.completion import Chunk, Completion, Row
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.head import Head, check_fit
 from eagle_jax.paths import cache_directory
@@ -48,33 +47,6 @@ class Options(TypedDict, total=False):
     seed: int | Sequence[int]
     max_length: int | None
     stop: str | Sequence[str] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What one prompt came to."""
-
-    token_ids: list[int]  # the token that ended it, or completed a stop string, included
-    text: str  # without either; "" where the target has no tokenizer
-    logprobs: list[float]  # the target's raw log-softmax of each id, before any processor
-    finish_reason: str  # "stop" or "length"
-    rounds: int  # target forwards after the prefill
-    accepted: list[int]  # accepted draft tokens of each round; the last round's may have been cut
-
-    @property
-    def tau(self) -> float:
-        """Tokens a round: accepted draft tokens + 1 (the bonus token), on average; NaN at 0 rounds."""
-        return sum(self.accepted) / self.rounds + 1 if self.rounds else math.nan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """What one round added to a streamed text."""
-
-    text: str  # whole characters only
-    token_ids: list[int]
-    accepted: int | None  # the round's accepted draft tokens; None for the prefill's token
-    finish_reason: str | None  # None until the last chunk
 
 
 @overload
@@ -112,7 +84,8 @@ def generate(
     single = _is_single(prompts)
     rows: Any = [prompts] if single else prompts
     job = prepare(target, head, rows, **options)
-    completions = [look.completion for look in job.look(job.decode())]
+    _, read = job.decode(job.start())
+    completions = [row.completion() for row in read]
     return completions[0] if single else completions
 
 
@@ -130,20 +103,12 @@ def stream(
 
 
 def _stream(job: "Job") -> Iterator[Chunk]:
-    state = job.start()
-    ids, text = 0, ""
+    state, rows = job.start(), job.rows()
     while True:
-        (done, running), *_ = job.look(state)
-        whole = text_out.showable(done.text, job.stop) if running else done.text
-        yield Chunk(
-            text=whole[len(text) :],
-            token_ids=done.token_ids[ids:],
-            accepted=done.accepted[-1] if done.accepted else None,
-            finish_reason=None if running else done.finish_reason,
-        )
-        if not running:
+        [chunk] = job.look(state, rows, 1)
+        yield chunk
+        if chunk.finish_reason is not None:
             return
-        ids, text = len(done.token_ids), max(text, whole, key=len)
         state = job.run_rounds(state, 1)
 
 
@@ -227,9 +192,9 @@ class Job:
     capacity: int
     stop: tuple[str, ...]
 
-    def start(self) -> decoding.DecodeState:
-        """Prefill and first token."""
-        state = decoding.init_state(
+    def empty(self) -> decoding.DecodeState:
+        """A state that has seen none of the prompts."""
+        return decoding.init_state(
             self.params,
             self.settings,
             self.keys,
@@ -237,70 +202,58 @@ class Job:
             capacity=self.capacity,
             dtype=self.target.dtype,
         )
+
+    def start(self, state: decoding.DecodeState | None = None, begin: int = 0) -> decoding.DecodeState:
+        """Prefill and first token; from token `begin` on, where `state` (donated) has seen those before it."""
+        if state is None:
+            state = self.empty()
         lengths = np.asarray([len(prompt) for prompt in self.prompts], np.int32)
         longest = int(lengths.max())
-        width = min(length_bucket(longest), CHUNK)
-        for begin in range(0, longest, width):
+        width = min(length_bucket(longest - begin), CHUNK)
+        for place in range(begin, longest, width):
             tokens = np.zeros((len(self.prompts), width + 1), np.int32)
             for row, prompt in enumerate(self.prompts):
-                piece = prompt[begin : begin + width + 1]
+                piece = prompt[place : place + width + 1]
                 tokens[row, : len(piece)] = piece
-            count, pairs = (np.clip(lengths - begin - less, 0, width) for less in (0, 1))
+            count, pairs = (np.clip(lengths - place - less, 0, width) for less in (0, 1))
             chunk = jax.device_put((tokens, count, pairs, lengths))
             state = decoding.prefill(self.params, state, *chunk, program=self.program)
         return decoding.first_token(self.params, state, program=self.program)
 
     def run_rounds(self, state: decoding.DecodeState, limit: int) -> decoding.DecodeState:
+        """At most `limit` rounds. `state` is donated."""
         return decoding.run_rounds(self.params, state, jax.device_put(np.int32(limit)), program=self.program)
 
-    def decode(self) -> decoding.DecodeState:
-        """All rounds; between them the host waits for nothing, unless it has stop strings to look for."""
-        state = self.start()
+    def decode(self, state: decoding.DecodeState) -> tuple[decoding.DecodeState, list[Row]]:
+        """All rounds; between them the host waits for nothing, unless it has stop strings to look for.
+
+        `state` is donated.
+        """
+        rows = self.rows()
         if not self.stop:
-            return self.run_rounds(state, UNBOUNDED)
-        running = True
-        while running:
+            state = self.run_rounds(state, UNBOUNDED)
+            self.look(state, rows)
+        while any(row.running for row in rows):
             state = self.run_rounds(state, ROUNDS_BETWEEN_LOOKS)
-            still = [look.running for look in self.look(state)]
-            state = decoding.end_rows(state, jax.device_put(~np.asarray(still)))
-            running = any(still)
-        return state
+            self.look(state, rows, ROUNDS_BETWEEN_LOOKS)
+            state = decoding.end_rows(state, jax.device_put(np.asarray([not row.running for row in rows])))
+        return state, rows
 
-    def look(self, state: decoding.DecodeState) -> list["Look"]:
-        """Each row as the host sees it now."""
-        fields = ("tokens", "logprobs", "accepted", "rounds", "emitted", "finish")
-        host = jax.device_get({name: getattr(state, name) for name in fields})
-        return [self._look(*values) for values in zip(*(host[name] for name in fields), strict=True)]
+    def rows(self) -> list[Row]:
+        """The rows, nothing read yet."""
+        return [Row(self.target.tokenizer, self.stop) for _ in self.prompts]
 
-    def _look(self, tokens, logprobs, accepted, rounds, emitted, finish) -> "Look":
-        ids, accepted = tokens[:emitted].tolist(), accepted[:rounds].tolist()
-        stopped, tokenizer = int(finish) == decoding.STOPPED, self.target.tokenizer
-        cut = text_out.find_stop(tokenizer, ids, self.stop) if self.stop else None
-        if cut is not None:
-            stopped, ids, text = True, ids[: cut.tokens], cut.text
-            # Rounds that began after the stop string was complete were run for nothing and do not count.
-            begun = np.cumsum([1] + [count + 1 for count in accepted])
-            accepted = accepted[: int(np.searchsorted(begun, len(ids)))]
-        elif tokenizer is None:
-            text = ""
+    def look(self, state: decoding.DecodeState, rows: list[Row], rounds: int | None = None) -> list[Chunk]:
+        """Reads on in the rows that are running: what the last `rounds` rounds brought, or (None) all there is."""
+        if rounds is None:
+            news = decoding.all_news(state)
         else:
-            text = text_out.decode(tokenizer, ids[:-1] if stopped else ids)
-        completion = Completion(
-            token_ids=ids,
-            text=text,
-            logprobs=logprobs[: len(ids)].tolist(),
-            finish_reason="stop" if stopped else "length",
-            rounds=len(accepted),
-            accepted=accepted,
-        )
-        return Look(completion, running=int(finish) == decoding.RUNNING and cut is None)
-
-
-class Look(NamedTuple):
-    """A row between rounds; `finish_reason` means nothing while it is running."""
-
-    completion: Completion
-    running: bool
+            # The first look finds the prefill's token as well.
+            width = min(1 + rounds * (self.program.drafter.depth + 1), state.tokens.shape[1])
+            read = [[len(row.token_ids) for row in rows], [len(row.accepted) for row in rows]]
+            news = decoding.news_since(state, *jax.device_put(np.asarray(read, np.int32)), width=width)
+        values = zip(*jax.device_get(news), strict=True)
+        return [row.take(*value) for row, value in zip(rows, values, strict=True) if row.running]
 
 
 def prepare(

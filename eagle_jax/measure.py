@@ -116,7 +116,9 @@ class Decoding:
         first = self.clock()
         state = jax.block_until_ready(job.run_rounds(state, generation.UNBOUNDED))
         ended = self.clock()
-        rows = [look.completion for look in job.look(state)]
+        read = job.rows()
+        job.look(state, read)
+        rows = [row.completion() for row in read]
         return Timed(
             ids=[row.token_ids for row in rows],
             accepted=[count for row in rows for count in row.accepted],

@@ -16,10 +16,11 @@ import numpy as np
 from rich.text import Text
 
 from eagle_jax import decoding
-from eagle_jax import text as text_out
-from eagle_jax.generation import BindsDrafter, Chunk, Completion, Job, Options, Prompt, prepare
+from eagle_jax.completion import Chunk, Completion
+from eagle_jax.generation import BindsDrafter, Job, Options, Prompt, prepare
 from eagle_jax.head import Head
 from eagle_jax.target import Target
+from eagle_jax.text import Reader
 from eagle_jax.tree import NO_PARENT, ROOT, Tree
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ class Painter:
     """Colours the chunks of one stream, in their order: `console.print(paint(chunk), end="", soft_wrap=True)`."""
 
     def __init__(self, target: Target):
-        self._tokenizer = target.tokenizer
-        self._ids: list[int] = []
+        self._reader = Reader(target.tokenizer)
         self._ends: list[int] = []  # for each token: the characters that are whole with it
         self._styles: list[str] = []
         self._shown = 0  # characters
@@ -83,12 +83,8 @@ class Painter:
 
     def add(self, token_ids: Sequence[int], levels: Sequence[int], text: str) -> Text:
         """Takes in more tokens; colours the text that comes with them, which may belong to earlier ones in part."""
-        if self._tokenizer is None:
-            return Text(text)
         for token, level in zip(token_ids, levels, strict=True):
-            self._ids.append(token)
-            whole = text_out.showable(text_out.decode(self._tokenizer, self._ids), stop=())
-            self._ends.append(max(len(whole), *self._ends[-1:], 0))
+            self._ends.append(sum(self._ends[-1:]) + len(self._reader.read([token], last=False)))
             self._styles.append(style_of(level))
         painted, begin = Text(), 0
         for end, style in zip(self._ends, self._styles, strict=True):
@@ -128,18 +124,19 @@ def watch(
 
 
 def _watch(job: Job) -> Iterator[Watched]:
-    state = job.start()
-    running = job.look(state)[0].running
-    while running:
+    state, rows = job.start(), job.rows()
+    job.look(state, rows, 1)
+    while rows[0].running:
         state, seen = decoding.watch_round(job.params, state, program=job.program)
         tree, accepted = jax.device_get(jax.tree.map(lambda rows: rows[0], tuple(seen)))
-        done, running = job.look(state)[0]
+        job.look(state, rows, 1)
+        done = rows[0].completion()
         count = int(accepted.count)
         yield Watched(
             tree=tree,
             path=accepted.path[:count].tolist(),
             tokens=accepted.tokens[:count].tolist(),
-            text=text_out.showable(done.text, job.stop) if running else done.text,
+            text=done.text,
             completion=done,
         )
 

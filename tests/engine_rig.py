@@ -138,6 +138,9 @@ class OracleDrafter:
     def observe(self, params: Array, state: Array, committed: draft.Committed) -> Array:
         return state + committed.count
 
+    def rewind(self, params: Array, state: Array, length: Array) -> tuple[Array, Array]:
+        return jnp.zeros_like(state), length
+
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
@@ -190,6 +193,10 @@ class CopyDrafter:
             state.tokens.at[row, slots].set(committed.next_tokens, mode="drop"), state.count + committed.count
         )
 
+    def rewind(self, params: nnx.State, state: History, length: Array) -> tuple[History, Array]:
+        known = jnp.minimum(length, state.count - 1)
+        return History(state.tokens, known + 1), known
+
     def propose(self, params: nnx.State, state: History, root: Array) -> tuple[Tree, History]:
         model = nnx.merge(self.graphdef, params)
         batch, length = state.tokens.shape
@@ -232,6 +239,26 @@ class Copy:
             graphdef=graphdef, tree=tree, vocab_size=target.config.vocab_size, worst_first=self.worst_first
         )
         return drafter, params
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A token a character; `^` begins a chat, `U` and `A` a message, `E` ends it."""
+
+    bos_token = None
+    characters = "^UAEabcdefghijkl"
+
+    def apply_chat_template(self, chat, tokenize, add_generation_prompt):
+        roles = {"system": "U", "user": "U", "assistant": "A"}
+        return "^" + "".join(f"{roles[m['role']]}{m['content']}E" for m in chat) + "A"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [self.characters.index(character) for character in text]}
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(self.characters[token] for token in ids)
 
 
 # --- Compilation ------------------------------------------------------------------------------------------------------

@@ -91,6 +91,33 @@ def test_M2_a_chain_is_the_training_forward(target, features, predict):
         check_chain(target, predict, features, tree, lengths)
 
 
+def test_M2_a_chain_after_going_back_is_the_training_forward(target, features, predict):
+    """One row forgets pairs that were in the cache, the other none: not those of the last two rounds either."""
+    drafter, params = eagle.bind_head(
+        make_head(target, SHARP), ej.TreeConfig(kind="chain", nodes=DEPTH + 1, depth=DEPTH)
+    )
+    prefill, observe, propose, rewind = map(
+        jax.jit, (drafter.prefill, drafter.observe, drafter.propose, drafter.rewind)
+    )
+    state = prefill(params, drafter.init(params, 2, 32), committed(features, [1, 1], [4, 2], 8))
+    state = observe(params, state, committed(features, [5, 3], [1, 1], DEPTH + 1))
+    _, state = propose(params, state, TOKENS[:, 5])
+    state = observe(params, state, committed(features, [6, 4], [3, 2], DEPTH + 1))
+    state, known = rewind(params, state, jnp.asarray([8, 2]))
+    assert known.tolist() == [8, 2]
+    state = prefill(params, state, committed(features, [9, 3], [2, 4], 8))
+    state = observe(params, state, committed(features, [11, 7], [1, 1], DEPTH + 1))
+    tree, _ = propose(params, state, TOKENS[jnp.arange(2), jnp.asarray([11, 7])])
+    check_chain(target, predict, features, tree, [12, 8])
+
+
+def test_a_head_knows_no_more_than_it_saw(target, features):
+    drafter, params = eagle.bind_head(make_head(target), TREE)
+    state = drafter.prefill(params, drafter.init(params, 2, 32), committed(features, [1, 1], [4, 2], 8))
+    _, known = drafter.rewind(params, state, jnp.asarray([9, 9]))
+    assert known.tolist() == [4, 2]
+
+
 def test_the_best_path_of_a_dynamic_tree_starts_with_the_chains_token(target, features):
     """One state, three shapes: their first levels agree."""
     trees = []

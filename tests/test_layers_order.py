@@ -12,8 +12,9 @@ LAYERS = [
     {"target", "head"},
     {"draft", "verify"},
     {"decoding", "eagle"},
+    {"completion"},
     {"generation", "training"},
-    {"viz"},
+    {"conversation", "viz"},
     {"gguf_reader", "families"},
     {"tokenizers", "embedded"},
     {"data", "convert"},
@@ -55,7 +56,7 @@ def test_imports_go_down_only():
 
 
 def test_only_the_upper_layers_touch_files():
-    for names in LAYERS[:8]:
+    for names in LAYERS[:9]:
         for name in names - {"paths"}:
             tree = ast.parse((ROOT / f"{name}.py").read_text())
             calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}

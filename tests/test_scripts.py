@@ -1,11 +1,16 @@
 """Bad input to a script: one sentence, a non-zero exit, and nothing loaded before the options are checked."""
 
+import dataclasses
+import os
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_rig import Letters
 
 import eagle_jax as ej
 from eagle_jax import loading
@@ -49,10 +54,59 @@ def refusal(monkeypatch, capsys):
         (["a", "--tree.nodes", "0"], "TreeConfig.nodes is 0"),
         (["a", "--tree.depth", "-2"], "TreeConfig.depth is -2"),
         (["a", "--stop", ""], "stop holds an empty string"),
+        (["a", "--system", "b"], "--system is for a --chat"),
     ],
 )
 def test_generate_refuses(refusal, arguments, message):
     assert message in refusal("decode/generate.py", *arguments)
+
+
+@pytest.mark.slow
+def test_generate_talks_over_a_pipe(smollm2):
+    """Two turns, the second one short to prefill, and a third after /reset; the text goes to stdout alone."""
+    lines = ["Name a colour.", "Name another one.", "/reset", "", "Name a colour.", "/quit", "never read"]
+    command = [sys.executable, ROOT / "decode/generate.py", "--chat", "--system", "Be brief.", "--max-new-tokens", "16"]
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, env=here)
+    assert done.returncode == 0, done.stderr
+    first, second, third, rest = done.stdout.split("\n\n")
+    assert first == third and first != second and rest == ""
+    figures = re.findall(r"(\d+) tokens in \d+ rounds, tau .* ended by \w+, (\d+) tokens prefilled", done.stderr)
+    assert len(figures) == 3 and all(1 <= int(tokens) <= 16 for tokens, _ in figures)
+    prefilled = [int(tokens) for _, tokens in figures]
+    assert prefilled[0] == prefilled[2] and prefilled[1] < 16
+
+
+def test_generate_talks_until_ctrl_d(target, monkeypatch, capsys):
+    """Ctrl-C stops an answer only, and a chat that has become too long may be begun anew."""
+    talking, lines = dataclasses.replace(target, tokenizer=Letters()), iter(["aaa", "a" * 99, "b", "/reset", "c"])
+    interrupted = []
+
+    def say(self, message):
+        for chunk in conversation_say(self, message):
+            yield chunk
+            if message == "b" and len(interrupted) == 0:
+                interrupted.append(message)
+                raise KeyboardInterrupt
+
+    conversation_say = ej.Conversation.say
+    monkeypatch.setattr(ej.Conversation, "say", say)
+    monkeypatch.setattr(ej, "load_target", lambda *_, **__: talking)
+    monkeypatch.setattr("builtins.input", lambda _: next_line(lines))
+    arguments = ["--chat", "--head", "none", "--max-new-tokens", "4", "--max-length", "90"]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    runpy.run_path(str(ROOT / "decode/generate.py"), run_name="__main__")
+    said = capsys.readouterr().err.splitlines()
+    assert interrupted == ["b"]
+    assert ["error" in line for line in said] == [False, True, False]
+    assert "error: The prompt has" in said[1] and "limit is 90" in said[1]
+
+
+def next_line(lines):
+    try:
+        return next(lines)
+    except StopIteration:
+        raise EOFError from None
 
 
 def test_generate_refuses_an_unknown_target(refusal):

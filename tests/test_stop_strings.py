@@ -7,7 +7,7 @@ import pytest
 from engine_rig import make_head, make_target, random_prompts
 
 import eagle_jax as ej
-from eagle_jax.text import find_stop, showable
+from eagle_jax.text import Reader
 
 PROMPTS = random_prompts(3, seed=5)
 
@@ -65,18 +65,28 @@ def test_a_stream_shows_nothing_of_a_stop_string(target, head):
     assert chunks[-1].finish_reason == "stop"
 
 
-def test_the_earliest_of_several_stop_strings_counts():
-    ids = [string.ascii_lowercase.index(letter) for letter in "abcdefgh"]
-    assert find_stop(Letters(), ids, ["fg", "cde", "d"]) == (4, "abc")
-    assert find_stop(Letters(), ids, ["x"]) is None
-    assert find_stop(Letters(), ids, []) is None
+@pytest.mark.parametrize("piece", [1, 2, 3, 8])
+def test_the_earliest_of_several_stop_strings_counts(piece):
+    assert read("abcdefgh", piece, ["fg", "cde", "d"]) == ("abc", 4)
+    assert read("abcdefgh", piece, ["x"]) == ("abcdefgh", None)
+    assert read("abcdefgh", piece, []) == ("abcdefgh", None)
+
+
+def read(text, piece, stop):
+    """A text read in pieces: what is shown, and the cut."""
+    ids, reader = [string.ascii_lowercase.index(letter) for letter in text], Reader(Letters(), stop)
+    for begin in range(0, len(ids), piece):
+        if reader.cut is None:
+            reader.read(ids[begin : begin + piece], last=begin + piece >= len(ids))
+    return reader.text, reader.cut
 
 
 def test_what_may_begin_a_stop_string_is_held_back():
-    assert showable("abc", ["cde"]) == "ab"
-    assert showable("abcd", ["cde", "x"]) == "ab"
-    assert showable("abd", ["cde"]) == "abd"
-    assert showable("ab\ufffd", []) == "ab"
+    reader = Reader(Letters(), ["cde", "dx"])
+    letters = string.ascii_lowercase.index
+    shown = [reader.read(list(map(letters, piece)), last=False) for piece in ("abc", "d", "c", "cd", "d")]
+    assert shown == ["ab", "", "cd", "c", "cd"]
+    assert reader.read([], last=True) == "d"
 
 
 @pytest.mark.parametrize("stop", [[""], ["a", ""]])
