@@ -1,4 +1,7 @@
-"""Trained heads on disk: a directory with `model.safetensors`, under the published tensor names, and `config.json`."""
+"""Trained heads on disk: a directory with `model.safetensors`, under the published tensor names, and `config.json`.
+
+Heads published by EAGLE's authors, whose weights are PyTorch's pickles, load where PyTorch is installed.
+"""
 
 import dataclasses
 import json
@@ -19,7 +22,16 @@ from eagle_jax.config import HeadConfig, RopeScaling
 from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
 from eagle_jax.families import FAMILIES, model_fields
 from eagle_jax.head import Head, HeadModel, check_fit, frozen_ends
-from eagle_jax.repository import CONFIG, WEIGHTS, directory_of, is_hub_id, read_json, stored_tensors
+from eagle_jax.repository import (
+    CONFIG,
+    PICKLED,
+    WEIGHTS,
+    directory_of,
+    head_tensors,
+    is_hub_id,
+    read_json,
+    require_floats,
+)
 from eagle_jax.target import Target
 
 ARCHITECTURE = "EagleHead"  # in the configuration of heads that were written here
@@ -65,13 +77,15 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
       OSError: a hub repository that cannot be fetched.
     """
     directory = _head_directory(name)
-    for file in (CONFIG, WEIGHTS):
-        if not (directory / file).is_file():
-            raise ValueError(f"There is no head {str(name)!r}: neither an embedded one nor a directory with {file}.")
+    for files in ((CONFIG,), (WEIGHTS, PICKLED)):
+        if not any((directory / file).is_file() for file in files):
+            raise ValueError(
+                f"There is no head {str(name)!r}: neither an embedded one nor a directory with {files[0]}."
+            )
     source = f"head in {directory}"
     fields = read_json(directory / CONFIG)
-    tensors = stored_tensors(directory)
-    of_eagle3 = any(key.startswith("midlayer.") for key in tensors)
+    tensors = dict(head_tensors(directory))
+    of_eagle3 = "d2t" in tensors or any(key.startswith("midlayer.") for key in tensors)
     if of_eagle3 or "fc.weight" not in tensors:
         kind = "an EAGLE-3 head" if of_eagle3 else "no EAGLE head"
         raise ValueError(f"{directory} holds {kind}; supported are EAGLE and EAGLE-2 heads (fc and one decoder layer).")
@@ -79,6 +93,7 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
         tensors.pop(key, None)
     stored_vocabulary = tensors.pop(VOCABULARY, None)
     vocabulary = None if stored_vocabulary is None else stored_vocabulary.read()
+    require_floats(tensors)
     config = _config_from(fields, directory, tensors, vocabulary)
     check_fit(config, target, source)
     if vocabulary is not None and not _ascending_ids(vocabulary, config.vocab_size):
@@ -101,7 +116,10 @@ def _head_directory(name: str | Path) -> Path:
     if (embedded / CONFIG).is_file():
         return embedded
     directory = Path(name).expanduser()
-    return directory_of(str(name), (CONFIG, WEIGHTS)) if not directory.exists() and is_hub_id(str(name)) else directory
+    if directory.exists() or not is_hub_id(str(name)):
+        return directory
+    fetched = directory_of(str(name), (CONFIG, WEIGHTS))
+    return fetched if (fetched / WEIGHTS).is_file() else directory_of(str(name), (CONFIG, PICKLED))
 
 
 def _config_from(
@@ -134,5 +152,11 @@ def _config_from(
 
 
 def _ascending_ids(vocabulary: np.ndarray, vocab_size: int) -> bool:
-    inside = vocabulary.ndim == 1 and vocabulary[0] >= 0 and vocabulary[-1] < vocab_size
+    inside = (
+        vocabulary.ndim == 1
+        and vocabulary.dtype.kind == "i"
+        and vocabulary.size
+        and vocabulary[0] >= 0
+        and vocabulary[-1] < vocab_size
+    )
     return bool(inside and np.all(np.diff(vocabulary) > 0))

@@ -1,10 +1,12 @@
 """Model repositories in Hugging Face's layout: a directory, or a hub id whose files are fetched into the hub's cache.
 
-Nothing of a repository is executed: weights are read from safetensors only, one tensor at a time.
+Nothing of a repository is executed. Weights are read from safetensors, one tensor at a time; heads were also published
+as PyTorch's pickles, of which PyTorch's restricted loader takes tensors and nothing else.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from eagle_jax.tokenizers import tokenizer_from_directory
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
 DESCRIPTION = (CONFIG, GENERATION_CONFIG, INDEX, "tokenizer*", "special_tokens_map.json", "chat_template*")
 VOCABULARIES = ("vocab.json", "merges.txt", "added_tokens.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -35,7 +38,7 @@ TARGET_TABLE: Table = (
     (r"(.*)\.bias", r"model.\1.bias", unchanged),
 )
 DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what follows from the configuration
-READABLE = ("F64", "F32", "F16", "BF16", "I32")  # the last for lists of token ids
+FLOATS = ("F64", "F32", "F16", "BF16")
 ROWS_COMPARED = 8192
 
 
@@ -75,6 +78,7 @@ def target_from_repository(name: str, *, dtype: layers.Dtype) -> Target:
     fields = read_json(directory / CONFIG)
     config = config_from(fields, str(directory / CONFIG))
     tensors = stored_tensors(directory)
+    require_floats(tensors)
     if config.tie_word_embeddings:
         _drop_copy_of_embedding(tensors, directory)
     model = build(
@@ -113,11 +117,50 @@ class StoredTensor(NamedTuple):
     name: str
     file: Path
     shape: tuple[int, ...]
+    dtype: str  # safetensors' name for it
 
     def read(self) -> np.ndarray:
         # Opened for each tensor: an open file keeps what was read of it in memory.
         with _open(self.file) as file:
             return file.get_tensor(self.name)
+
+
+class PickledTensor(NamedTuple):
+    """A tensor that PyTorch has opened."""
+
+    tensor: Any
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        return self.tensor.float().numpy()  # NumPy has no bfloat16 of PyTorch's
+
+
+def require_floats(tensors: Mapping[str, StoredTensor | PickledTensor]) -> None:
+    """Raises ValueError where a tensor holds no floating-point numbers of a common kind."""
+    for tensor in tensors.values():
+        if isinstance(tensor, StoredTensor) and tensor.dtype not in FLOATS:
+            raise ValueError(
+                f"{tensor.file} stores {tensor.name} as {tensor.dtype}; supported are {', '.join(FLOATS)}."
+            )
+
+
+def head_tensors(directory: Path) -> Mapping[str, StoredTensor | PickledTensor]:
+    """All tensors of a directory's head, from safetensors or else from PyTorch's pickle."""
+    path = directory / PICKLED
+    if (directory / WEIGHTS).is_file() or not path.is_file():
+        return stored_tensors(directory)
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError(f"{path} is a pickle, which only PyTorch reads; install torch.") from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # it raises whatever the file leads it to
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a whole file of tensors ({reason[:200]}); fetch it again.") from error
+    if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path} holds something else than tensors by name; fetch it again.")
+    return {name: PickledTensor(value, tuple(value.shape)) for name, value in content.items()}
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -142,11 +185,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 if (listed is not None and listed.get(key) != name) or DERIVED.fullmatch(key):
                     continue
                 described = file.get_slice(key)
-                if described.get_dtype() not in READABLE:
-                    raise ValueError(
-                        f"{path} stores {key} as {described.get_dtype()}; supported are {', '.join(READABLE)}."
-                    )
-                tensors[key] = StoredTensor(key, path, tuple(described.get_shape()))
+                tensors[key] = StoredTensor(key, path, tuple(described.get_shape()), described.get_dtype())
     absent = sorted(key for key in listed or () if key not in tensors and not DERIVED.fullmatch(key))
     if absent:
         assert listed is not None

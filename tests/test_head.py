@@ -288,6 +288,46 @@ def test_E9_head_of_another_target_before_decoding(target, field, own, wanted):
         generate(target, head, [1, 2, 3], max_new_tokens=2, tree=TreeConfig(kind="chain", depth=1))
 
 
+def pickled(directory):
+    """The head as EAGLE's authors published theirs: PyTorch's pickle, with a copy of the target's embedding."""
+    torch = pytest.importorskip("torch")
+    content = {name: torch.tensor(value) for name, value in load_file(directory / "model.safetensors").items()}
+    content["embed_tokens.weight"] = torch.ones(16, 64, dtype=torch.bfloat16)
+    torch.save(content, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "bias": True, "rope_scaling": None}
+    kept = json.loads((directory / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    fields |= {name: kept[name] for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
+def test_heads_are_read_as_they_were_published(target, saved):
+    before = load_head(saved, target)
+    pickled(saved)
+    assert_same(before, load_head(saved, target))
+
+
+def test_code_in_a_pickle_is_never_run(target, saved, tmp_path):
+    pickled(saved)
+
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    import torch
+
+    torch.save({"fc.weight": Evil()}, saved / "pytorch_model.bin")
+    assert "pytorch_model.bin is not a whole file of tensors" in refusal(saved, target)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_E14_eagle3_heads_tables_of_ids(target, saved):
+    """They are integers and booleans, and named before anything is said of that."""
+    alter(saved, tensors={"d2t": np.zeros(16, np.int64), "t2d": np.zeros(16, bool)})
+    assert "EAGLE-3" in refusal(saved, target)
+
+
 def refusal(name, target):
     """The message a head is refused with: one line, one sentence."""
     with pytest.raises((ValueError, OSError)) as caught:
