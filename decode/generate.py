@@ -14,6 +14,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -29,8 +30,9 @@ class Options:
     prompt: tyro.conf.Positional[str] = ""  # text to continue
     chat: tuple[str, ...] | None = None  # a message for the model to answer; without one, turns are read line by line
     system: str | None = None  # a chat's system message
-    target: str = "smollm2-135m"  # embedded model or .gguf file
-    head: str = "smollm2-135m"  # embedded head, directory, or "none"
+    template: Path | None = None  # a chat template (Jinja), for a model that brings none
+    target: str = "smollm2-135m"  # embedded model, directory, hub id or .gguf file
+    head: str = "smollm2-135m"  # embedded head, directory, hub id, or "none"
     dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
     max_new_tokens: int = 128
     max_length: int | None = None  # of prompt and text together
@@ -43,6 +45,7 @@ class Options:
     def __post_init__(self):
         require((self.chat is None) != (self.prompt == ""), "Give either a prompt or --chat.")
         require(self.system is None or self.chat is not None, "--system is for a --chat.")
+        require(self.template is None or self.template.is_file(), f"There is no template file {str(self.template)!r}.")
         require("" not in self.stop, "stop holds an empty string; give strings of at least one character.")
         generation.check_lengths(self.max_new_tokens, self.max_length)
 
@@ -50,6 +53,8 @@ class Options:
 def main(options: Options) -> None:
     target = ej.load_target(options.target, dtype=options.dtype)
     head = None if options.head == "none" else ej.load_head(options.head, target)
+    if options.template is not None:
+        target.tokenizer.chat_template = options.template.read_text(encoding="utf-8")
     shared = generation.Options(
         max_new_tokens=options.max_new_tokens,
         max_length=options.max_length,
@@ -69,7 +74,8 @@ def main(options: Options) -> None:
     if options.chat is None:
         show(ej.stream(target, head, options.prompt, **shared))
     elif options.chat:
-        show(ej.Conversation(target, head, system=options.system, **shared).say(" ".join(options.chat)))
+        talk = ej.Conversation(target, head, system=options.system, **shared)
+        show(talk.say(" ".join(options.chat)), talk)
     else:
         converse(lambda: ej.Conversation(target, head, system=options.system, **shared), show)
 

@@ -22,21 +22,14 @@ from eagle_jax.config import HeadConfig, RopeScaling
 from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
 from eagle_jax.families import FAMILIES, model_fields
 from eagle_jax.head import Head, HeadModel, check_fit, frozen_ends
-from eagle_jax.repository import (
-    CONFIG,
-    PICKLED,
-    WEIGHTS,
-    directory_of,
-    head_tensors,
-    is_hub_id,
-    read_json,
-    require_floats,
-)
+from eagle_jax.repository import CONFIG, find_repository
 from eagle_jax.target import Target
+from eagle_jax.weights import WEIGHTS, read_json, require_floats, stored_tensors
 
 ARCHITECTURE = "EagleHead"  # in the configuration of heads that were written here
 VOCABULARY = "draft_vocabulary"  # i32[W], ascending token ids
-BORROWED = ("embed_tokens.weight",)  # published heads carry a copy of what is the target's
+BORROWED = ("embed_tokens.weight", "lm_head.weight")  # published heads carry copies of what is the target's
+SUPPORTED = "supported are EAGLE and EAGLE-2 heads (fc and one decoder layer)"
 
 # Transposing is its own inverse, so one table serves both ways.
 HEAD_TABLE: Table = (
@@ -76,19 +69,18 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
       ValueError: no such head, its sizes differ from the target's, or its tensors do not fit its configuration.
       OSError: a hub repository that cannot be fetched.
     """
-    directory = _head_directory(name)
-    for files in ((CONFIG,), (WEIGHTS, PICKLED)):
-        if not any((directory / file).is_file() for file in files):
-            raise ValueError(
-                f"There is no head {str(name)!r}: neither an embedded one nor a directory with {files[0]}."
-            )
+    embedded_head = Path(str(resources.files("eagle_jax") / "heads" / str(name)))
+    directory = embedded_head if (embedded_head / CONFIG).is_file() else find_repository(name)
+    if directory is None or not (directory / CONFIG).is_file():
+        raise ValueError(f"There is no head {str(name)!r}: neither an embedded one nor a directory with {CONFIG}.")
     source = f"head in {directory}"
     fields = read_json(directory / CONFIG)
-    tensors = dict(head_tensors(directory))
+    if "eagle3" in str(fields.get("architectures")).lower():
+        raise ValueError(f"{directory} holds an EAGLE-3 head; {SUPPORTED}.")
+    tensors = stored_tensors(directory)
     of_eagle3 = "d2t" in tensors or any(key.startswith("midlayer.") for key in tensors)
     if of_eagle3 or "fc.weight" not in tensors:
-        kind = "an EAGLE-3 head" if of_eagle3 else "no EAGLE head"
-        raise ValueError(f"{directory} holds {kind}; supported are EAGLE and EAGLE-2 heads (fc and one decoder layer).")
+        raise ValueError(f"{directory} holds {'an EAGLE-3 head' if of_eagle3 else 'no EAGLE head'}; {SUPPORTED}.")
     for key in BORROWED:
         tensors.pop(key, None)
     stored_vocabulary = tensors.pop(VOCABULARY, None)
@@ -111,17 +103,6 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
     return Head(config=config, model=model, ends=frozen_ends(target, vocabulary))
 
 
-def _head_directory(name: str | Path) -> Path:
-    embedded = Path(str(resources.files("eagle_jax") / "heads" / str(name)))
-    if (embedded / CONFIG).is_file():
-        return embedded
-    directory = Path(name).expanduser()
-    if directory.exists() or not is_hub_id(str(name)):
-        return directory
-    fetched = directory_of(str(name), (CONFIG, WEIGHTS))
-    return fetched if (fetched / WEIGHTS).is_file() else directory_of(str(name), (CONFIG, PICKLED))
-
-
 def _config_from(
     fields: dict[str, Any], directory: Path, tensors: Collection[str], vocabulary: np.ndarray | None
 ) -> HeadConfig:
@@ -136,6 +117,8 @@ def _config_from(
             # Published heads describe themselves as the model that they were trained for, or as a Llama.
             kind = fields.get("model_type")
             chosen = model_fields(fields, FAMILIES.get(str(kind), FAMILIES["llama"]), source)
+            # Some state the target's layers; a head has one, as the weights must say.
+            chosen |= {"num_hidden_layers": 1, "layer_types": None}
         # What the weights say goes before what the configuration says: published ones disagree about `bias`.
         attention = "layers.0.self_attn."
         chosen |= {
@@ -148,6 +131,8 @@ def _config_from(
         }
         return HeadConfig(**chosen)
     except (TypeError, ValueError) as error:
+        if str(error).startswith(source):
+            raise
         raise ValueError(f"{source} describes no head ({error}); fetch or train it again.") from error
 
 

@@ -59,8 +59,12 @@ class RopeScaling:
             0 < low < high,
             f"RopeScaling has low_freq_factor {low} and high_freq_factor {high}; the second must be more.",
         )
-        for name in ("beta_fast", "beta_slow"):
-            _require(getattr(self, name) > 0, f"RopeScaling.{name} is {getattr(self, name)}; it must be positive.")
+        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 < value < float("inf"),
+                f"RopeScaling.{name} is {value}; it must be positive and finite.",
+            )
         object.__setattr__(self, "factors", tuple(self.factors))
         _require(
             all(0 < factor < float("inf") for factor in self.factors), "RopeScaling.factors must be positive numbers."
@@ -117,6 +121,10 @@ class ModelConfig:
             f"which is {self.kv_heads}.",
         )
         _require(self.key_dim % 2 == 0, f"head_dim is {self.key_dim}; rotary embeddings need an even one.")
+        _require(
+            self.rope_scaling is None or self.rope_scaling.rope_type != "dynamic" or self.key_dim > 2,
+            f"head_dim is {self.key_dim}; dynamic rope scaling needs at least 4.",
+        )
         _require(1 < self.rope_theta < float("inf"), f"rope_theta is {self.rope_theta}; it must be above 1.")
         _require(0 < self.rms_norm_eps < 1, f"rms_norm_eps is {self.rms_norm_eps}; it must be between 0 and 1.")
         if self.attention_output_bias is None:

@@ -5,6 +5,7 @@ this library does not compute is refused by name.
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,9 @@ FAMILIES: dict[str, Family] = {
 }
 SUPPORTED = ", ".join(family.architecture for family in FAMILIES.values())
 
-WHOLE, NUMBER, FLAG = "a whole number", "a number", "true or false"
+LARGEST = 2**31 - 1  # sizes are int32 where they are used
+MOST_LAYERS = 1024
+WHOLE, NUMBER, FLAG = f"a whole number up to {LARGEST}", "a finite number", "true or false"
 KINDS: dict[str, str] = {
     **dict.fromkeys((*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"), WHOLE),
     **dict.fromkeys(("sliding_window", "max_window_layers", "original_max_position_embeddings"), WHOLE),
@@ -119,6 +122,8 @@ def model_fields(fields: Fields, family: Family, source: str) -> dict[str, Any]:
         chosen[name] = _value(fields, name, source)
         if chosen[name] is None:
             raise ValueError(f"{source} has no {name!r}, which has no default; add it.")
+    if chosen["num_hidden_layers"] > MOST_LAYERS:
+        raise ValueError(f"{source} has num_hidden_layers {chosen['num_hidden_layers']}; supported are {MOST_LAYERS}.")
     for name, default in {**DEFAULTS, **family.defaults}.items():
         value = _value(fields, name, source)
         if name not in chosen:
@@ -148,8 +153,8 @@ def _value(fields: Fields, name: str, source: str) -> Any:
     """A key's value of the kind it has to be; None where it is absent or null."""
     value, kind = fields.get(name), KINDS[name]
     fits = {
-        WHOLE: isinstance(value, int) and not isinstance(value, bool),
-        NUMBER: isinstance(value, (int, float)) and not isinstance(value, bool),
+        WHOLE: isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST,
+        NUMBER: isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max,
         FLAG: isinstance(value, bool),
     }[kind]
     if value is not None and not fits:

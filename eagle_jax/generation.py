@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jinja2 import TemplateError
 
 from eagle_jax import decoding, draft, eagle
 from eagle_jax import sampling as sampling_rows
@@ -144,10 +145,21 @@ def encode_prompt(target: Target, prompt: Any) -> list[int]:
             for message in prompt:
                 if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                     raise ValueError(f"A chat holds {message!r}; each message needs a role and a content.")
-            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            try:
+                text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            except (ValueError, TemplateError) as error:
+                reason = " ".join(str(error).split())
+                raise ValueError(
+                    f"The target {target.name} has no chat template that takes this chat ({reason[:120].rstrip('.')}); "
+                    f"set target.tokenizer.chat_template, or give the prompt as a string."
+                ) from error
         # A template may have written BOS already.
         already = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         ids = tokenizer(text, add_special_tokens=not already)["input_ids"] if text else []
+        # Some tokenizers end every text with EOS; a prompt is to go on.
+        end = getattr(tokenizer, "eos_token_id", None)
+        if not already and end is not None and ids[-1:] == [end] and not text.endswith(tokenizer.eos_token):
+            ids = ids[:-1]
     else:
         ids = [int(token) for token in prompt]
     if not ids:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from eagle_jax import embedded, layers
 from eagle_jax.gguf_file import target_from_gguf
-from eagle_jax.repository import is_hub_id, target_from_repository
+from eagle_jax.repository import GENERATION_CONFIG, TOKENIZER, find_repository, target_from_repository
 from eagle_jax.target import Target
 
 
@@ -32,8 +32,9 @@ def load_target(name: str | Path, dtype: layers.Dtype | None = None, quantizatio
         return target_from_gguf(embedded.model_path(str(name)), name=str(name), dtype=dtype)
     if path.suffix == ".gguf" and path.is_file():
         return target_from_gguf(path, name=str(name), dtype=dtype)
-    if (str(name) and path.is_dir()) or (not path.exists() and is_hub_id(str(name))):
-        return target_from_repository(str(name), dtype=dtype)
+    directory = find_repository(name, (GENERATION_CONFIG, *TOKENIZER))
+    if directory is not None:
+        return target_from_repository(directory, name=str(name), dtype=dtype)
     known = ", ".join(sorted(embedded.EMBEDDED))
     raise ValueError(
         f"There is no target {str(name)!r}: give an embedded model ({known}), a directory, a hub id or a .gguf file."

@@ -14,11 +14,11 @@ import numpy as np
 
 from eagle_jax.gguf_reader import GGUFFile, shown
 
-# Without PyTorch transformers says at its import that models won't be available; none of its models is used here.
+# Without PyTorch transformers says at its import that models won't be available; none of its models is used here. With
+# PyTorch it imports that as well, so that it is imported only where a tokenizer is made.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # llama.cpp's token types; control tokens are never text
 NO_TOKENIZER = (None, "none", "no_vocab")
@@ -32,11 +32,13 @@ def tokenizer_from_directory(directory: Path) -> Any:
     """The tokenizer beside a model's weights; None where there is none. Code that a repository brings is never run."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises no narrower class
         reason = " ".join(str(error).split())
-        raise ValueError(f"The tokenizer in {directory} cannot be read ({reason[:200]}); fetch it again.") from error
+        raise ValueError(f"The tokenizer in {directory} cannot be read ({reason[:200].rstrip('.')}).") from error
 
 
 class Splitter(NamedTuple):
@@ -83,7 +85,7 @@ SPLITTERS = {
 }
 
 
-def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast | None:
+def tokenizer_from_gguf(file: GGUFFile) -> Any:
     """The tokenizer a GGUF file describes, with its chat template; None where it describes none."""
     kind = file.text("tokenizer.ggml.model", None)
     if kind in NO_TOKENIZER:
@@ -111,6 +113,8 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast | None:
             single=[part for part in ("bos", "$A", "eos") if part in (*around, "$A")],
             special_tokens=[{"id": mark, "ids": [ids[mark]], "tokens": [texts[mark]]} for mark in around],
         )
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=texts["bos"],

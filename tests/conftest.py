@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="eagle_jax-compiled-")
 atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+import jax  # noqa: E402
 import pytest  # noqa: E402
 from engine_rig import make_head, make_target  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -20,6 +21,13 @@ from eagle_jax.paths import cache_directory  # noqa: E402
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """A compiled program holds mappings of memory, of which a process may have 65,530: all tests together need more."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

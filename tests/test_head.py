@@ -292,13 +292,16 @@ def pickled(directory):
     """The head as EAGLE's authors published theirs: PyTorch's pickle, with a copy of the target's embedding."""
     torch = pytest.importorskip("torch")
     content = {name: torch.tensor(value) for name, value in load_file(directory / "model.safetensors").items()}
-    content["embed_tokens.weight"] = torch.ones(16, 64, dtype=torch.bfloat16)
+    content["embed_tokens.weight"] = content["lm_head.weight"] = torch.ones(16, 64, dtype=torch.bfloat16)
+    content["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     torch.save(content, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
     fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "bias": True, "rope_scaling": None}
     kept = json.loads((directory / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     fields |= {name: kept[name] for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    # Configurations were often the target's own.
+    fields |= {"num_hidden_layers": 32, "layer_types": ["full_attention"] * 32}
     (directory / "config.json").write_text(json.dumps(fields))
 
 
@@ -372,7 +375,7 @@ def test_senseless_configuration(target, saved, fields):
     assert str(saved) in refusal(saved, target)
 
 
-def test_eagle_3_head(target, saved):
+def test_E14_eagle_3_head(target, saved):
     alter(saved, tensors={"midlayer.mlp.up_proj.weight": np.zeros((2, 2), np.float32)})
     assert "EAGLE-3" in refusal(saved, target)
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"completion"},
     {"generation", "training"},
     {"conversation", "viz"},
-    {"gguf_reader", "families"},
+    {"gguf_reader", "families", "weights"},
     {"tokenizers", "embedded"},
     {"data", "convert"},
     {"features", "gguf_file", "repository"},

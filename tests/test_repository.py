@@ -10,15 +10,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from rig import tiny_config
+import sentencepiece
+from flax import nnx
+from rig import random_weights, tiny_config
 from safetensors.numpy import load_file, save_file
 
 import eagle_jax as ej
 from eagle_jax import repository
+from eagle_jax.convert import tensor_for, transposed
+from eagle_jax.generation import encode_prompt
 from eagle_jax.layers import causal_mask
 from eagle_jax.rope import attention_factor
+from eagle_jax.target import TargetModel
 
-TEXT = 160  # tokens, far past every window and pretraining length below
+TEXT = 210  # tokens, far past every window and pretraining length below
 BASE = dict(
     vocab_size=32,
     hidden_size=32,
@@ -147,8 +152,6 @@ def test_D5_M4_decoding_is_hugging_faces(family):
 @pytest.fixture(scope="module")
 def arrays():
     """Tensors of a small Llama under Hugging Face's names."""
-    from rig import random_weights
-
     return random_weights(tiny_config())
 
 
@@ -259,12 +262,10 @@ def test_tokenizer_and_template_are_the_directorys(arrays, tmp_path, smollm2):
     assert loaded.apply_chat_template(chat) == smollm2.tokenizer.apply_chat_template(chat)
 
 
-def test_hub_repositories_are_fetched_without_other_copies(arrays, tmp_path, monkeypatch):
-    """By name: what the index lists, no consolidated file and no code."""
-    source = write(tmp_path / "source", arrays, shards=2)
-    for decoy in ("consolidated.safetensors", "pytorch_model.bin", "modeling.py", "model-00001-of-00009.safetensors"):
-        (source / decoy).write_bytes(b"not wanted")
-    cache = tmp_path / "cache"
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that holds one repository, `someone/a-model`; what is fetched of it comes into `cache`."""
+    source, cache = tmp_path / "source", tmp_path / "cache"
     cache.mkdir()
 
     def snapshot_download(name, allow_patterns):
@@ -276,6 +277,15 @@ def test_hub_repositories_are_fetched_without_other_copies(arrays, tmp_path, mon
 
     monkeypatch.setattr(repository.huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
+    return source, cache
+
+
+def test_hub_repositories_are_fetched_without_other_copies(arrays, hub):
+    """By name: what the index lists, no consolidated file and no code."""
+    source, cache = hub
+    write(source, arrays, shards=2)
+    for decoy in ("consolidated.safetensors", "pytorch_model.bin", "modeling.py", "model-00001-of-00009.safetensors"):
+        (source / decoy).write_bytes(b"not wanted")
     same(ej.load_target("someone/a-model"), ej.load_target(source))
     assert {path.name for path in cache.iterdir()} == {
         "config.json",
@@ -283,6 +293,68 @@ def test_hub_repositories_are_fetched_without_other_copies(arrays, tmp_path, mon
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     }
+
+
+def pickle_weights(directory):
+    """Rewrites a directory's safetensors as PyTorch's pickles."""
+    torch = pytest.importorskip("torch")
+    for path in directory.glob("*.safetensors"):
+        content = {name: torch.tensor(value) for name, value in load_file(path).items()}
+        torch.save(content, directory / f"{path.stem.replace('model', 'pytorch_model')}.bin")
+        path.unlink()
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        (directory / "pytorch_model.bin.index.json").write_text(text)
+        index.unlink()
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_E4_pickled_weights_are_read_where_there_are_no_others(arrays, hub, shards):
+    source, cache = hub
+    whole = ej.load_target(write(source, arrays))
+    write(source, arrays, shards=shards)
+    if shards:
+        (source / "model.safetensors").unlink()
+    pickle_weights(source)
+    same(whole, ej.load_target(source))
+    same(whole, ej.load_target("someone/a-model"))
+    assert len(list(cache.glob("*.bin"))) == (shards or 1)
+
+
+def test_hub_repository_without_weights(arrays, hub):
+    source, _ = hub
+    (write(source, arrays) / "model.safetensors").unlink()
+    assert "The hub's 'someone/a-model' publishes neither" in refusal("someone/a-model")
+
+
+def test_a_missing_gguf_file_is_no_hub_repository():
+    assert refusal("models/missing.gguf").startswith("There is no target 'models/missing.gguf'")
+
+
+def test_S1_tokenizers_of_a_sentencepiece_model_alone(arrays, tmp_path):
+    """As old Llama repositories have it; ids are SentencePiece's own, after one BOS."""
+    text = ["the quick brown fox jumps over the lazy dog", "why is the sky blue"] * 50
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    fields = CONFIG | {"vocab_size": 320, "tie_word_embeddings": True}
+    config = tiny_config(vocab_size=320, tie_word_embeddings=True)
+    directory = write(tmp_path / "model", random_weights(config), fields)
+    shutil.move(tmp_path / "tokenizer.model", directory)
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False})
+    )
+    target = ej.load_target(directory)
+    reference = sentencepiece.SentencePieceProcessor(str(directory / "tokenizer.model"))
+    for prompt in ("the quick fox", "why é is"):
+        assert encode_prompt(target, prompt) == [reference.bos_id(), *reference.encode(prompt)]
 
 
 def test_hub_repository_without_a_network(tmp_path, monkeypatch):
@@ -319,9 +391,9 @@ def test_loading_holds_one_tensor_at_a_time(tmp_path):
     """Peak memory beyond that of an idle process: 1.15 times the float32 weights, plus 32 MB of the allocator's."""
     config = tiny_config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
     rng = np.random.default_rng(0)
-    wanted = {name: tensor.shape for name, tensor in _shapes(config).items()}
     tensors = {
-        name: rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16) for name, shape in wanted.items()
+        name: rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes_of(config).items()
     }
     fields = {name: getattr(config, name) for name in CONFIG if hasattr(config, name)}
     directory = write(tmp_path / "model", tensors, CONFIG | fields, shards=2)
@@ -332,20 +404,11 @@ def test_loading_holds_one_tensor_at_a_time(tmp_path):
     assert peak < 1.15 * weights + 32e6
 
 
-def _shapes(config):
-    import jax
-    from flax import nnx
-
-    from eagle_jax.convert import tensor_for, transposed
-    from eagle_jax.target import TargetModel
-
+def shapes_of(config):
+    """Shapes of the stored tensors by name."""
     state = nnx.state(nnx.eval_shape(lambda: TargetModel(config, rngs=nnx.Rngs(0))))
-    shapes = {}
-    for path, leaf in nnx.to_flat_state(state):
-        name, transform = tensor_for(path, repository.TARGET_TABLE)
-        shape = leaf.shape[::-1] if transform is transposed else leaf.shape
-        shapes[name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    return shapes
+    named = [(*tensor_for(path, repository.TARGET_TABLE), leaf.shape) for path, leaf in nnx.to_flat_state(state)]
+    return {name: shape[::-1] if transform is transposed else shape for name, transform, shape in named}
 
 
 # --- Files that are not -----------------------------------------------------------------------------------------------
@@ -426,10 +489,11 @@ def test_truncated_and_integer_tensors(arrays, tmp_path):
     assert "model.norm.weight as I8" in refusal(quantized)
 
 
-def test_pickled_weights_are_refused_by_name(arrays, tmp_path):
-    directory = write(tmp_path / "model", arrays)
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    assert "it has pytorch_model.bin, which must be converted first" in refusal(directory)
+def test_an_index_goes_before_a_single_file(arrays, tmp_path):
+    """Whatever else lies beside the files that an index lists is not the model's."""
+    directory = write(tmp_path / "model", arrays, shards=2)
+    save_file({"model.norm.weight": np.zeros(64, np.float32)}, directory / "model.safetensors")
+    same(ej.load_target(directory), ej.load_target(write(tmp_path / "whole", arrays)))
 
 
 def test_attention_factor_follows_from_yarns_mscales():
