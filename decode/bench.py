@@ -4,12 +4,13 @@
     python decode/bench.py --prompts mt_bench.jsonl --temperatures 0 1 --tree.nodes 8 --tree.depth 3 --tree.top-k 3
     python decode/bench.py --prompts mt_bench.jsonl --peer transformers --output runs/bench    # JSON, CSV, PNG
 
-Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template. Each
-prompt is decoded plainly and by every method in turn, all in one process and from the same ids. Tokens/s counts what
-comes after the prefill's token; prefill and compilation have columns of their own. The 95 % interval of a ratio comes
-from resampling the prompts. "19/20 (1)" under "same text": 19 texts are plain decoding's, and 1 differs only where its
-two best values lie closer than float32 rounding (2e-4). "0.58/0.27" under "accepted 2": 0.58 of all rounds accepted
-at least 2 draft tokens, and 0.27 of those that accepted at least 1.
+Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template, or is
+plain text with --raw, for targets without one. Each prompt is decoded plainly and by every method in turn, all in one
+process and from the same ids. Tokens/s counts what comes after the prefill's token; prefill and compilation have
+columns of their own. The 95 % interval of a ratio comes from resampling the prompts. "19/20 (1)" under "same text": 19
+texts are plain decoding's, each in all repeats, and 1 differs only where its two best values lie closer than rounding
+(2e-4 in float32, 2 units in the last place in bfloat16). "0.58/0.27" under "accepted 2": 0.58 of all rounds accepted at
+least 2 draft tokens, and 0.27 of those that accepted at least 1.
 
 --peer transformers runs `generate` of transformers in PyTorch as well, plain and with prompt look-up, with the same
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
@@ -38,6 +39,7 @@ from eagle_jax.script import require, run
 class Options:
     prompts: list[Path]
     limit: int = 20  # prompts taken from each file
+    raw: bool = False  # decode prompts as plain text, without the chat template
     methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain
     peer: Literal["transformers"] | None = None
     target: str = "smollm2-135m"
@@ -121,17 +123,17 @@ def tree_for(tree: ej.TreeConfig, kind: Any) -> ej.TreeConfig:
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
-    names = ("target", "head", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})
 
 
 def main(options: Options) -> None:
-    chats = {path.name: read_questions(path, options.limit) for path in options.prompts}
+    questions = {path: read_questions(path, options.limit) for path in options.prompts}
     target = ej.load_target(options.target, dtype=options.dtype)
+    prompts = {path.name: measure.encode_questions(target, path, some, options.raw) for path, some in questions.items()}
     found = ways_for(options, target)
-    prompts = {file: [generation.encode_prompt(target, chat) for chat in some] for file, some in chats.items()}
     jobs = [
         (file, sampling, ways, begin)
         for file in prompts

@@ -4,9 +4,10 @@
     python decode/compare.py --prompts mt_bench.jsonl --limit 20 --temperature 1 --top-p 0.9 --seeds 0 1 2
     python decode/compare.py --prompts mt_bench.jsonl --limit 8 --speed --tree.nodes 8 --tree.depth 3 --tree.top-k 3
 
-Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template. Every
-difference is listed with plain decoding's gap between its two best of `logits + temperature * noise` there: rounding
-differs between one token a forward and many, and only a gap below 2e-4 excuses a difference. Exits with 1 on any other.
+Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template, or is
+plain text with --raw, for targets without one. Every difference is listed with plain decoding's gap between its two
+best of `logits + temperature * noise` there: rounding differs between one token a forward and many, and only a gap
+below it (2e-4 in float32, 2 units in the last place in bfloat16) excuses a difference. Exits with 1 on any other.
 
 --speed decodes each prompt alone, both ways in turn, after a run that compiles; prefill is left out. `tau / cost`, with
 `cost` a round in plain steps (timed over a few rounds of each prompt), should agree with the measured ratio.
@@ -16,14 +17,14 @@ import dataclasses
 import json
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
 from rich.progress import track
 
 import eagle_jax as ej
-from eagle_jax import figures, generation, measure
+from eagle_jax import figures, measure
 from eagle_jax.data import read_questions
 from eagle_jax.script import require, run
 
@@ -32,8 +33,10 @@ from eagle_jax.script import require, run
 class Options:
     prompts: list[Path]
     limit: int = 20  # prompts taken from each file
+    raw: bool = False  # decode prompts as plain text, without the chat template
     target: str = "smollm2-135m"
     head: str = "smollm2-135m"
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
     max_new_tokens: int = 96
     batch: int = 1  # prompts decoded together
     seeds: tuple[int, ...] = (0,)
@@ -111,15 +114,15 @@ def compare_speed(options: Options, target: ej.Target, head: ej.Head, prompts: l
 
 
 def main(options: Options) -> None:
-    chats = [chat for path in options.prompts for chat in read_questions(path, options.limit)]
-    target = ej.load_target(options.target)
+    questions = [(path, read_questions(path, options.limit)) for path in options.prompts]
+    target = ej.load_target(options.target, dtype=options.dtype)
+    prompts = [ids for path, some in questions for ids in measure.encode_questions(target, path, some, options.raw)]
     head = ej.load_head(options.head, target)
-    prompts = [generation.encode_prompt(target, chat) for chat in chats]
 
     found = compare_ids(options, target, head, prompts)
     record: dict[str, Any] = {
         "prompts": [f"{path.name}:{options.limit}" for path in options.prompts],
-        "settings": dataclasses.asdict(options.sampling) | {"seeds": options.seeds},
+        "settings": dataclasses.asdict(options.sampling) | {"seeds": options.seeds, "raw": options.raw},
         "tree": ways_for(options, target, head, 0)["drafted"].drafting,
         "max_new_tokens": options.max_new_tokens,
         "machine": measure.machine(),

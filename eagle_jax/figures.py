@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle_jax.measure import Sample
+from eagle_jax.measure import Difference, Sample
 
 RESAMPLES = 1000  # of the prompts, for a ratio's interval
 
@@ -16,8 +16,8 @@ RESAMPLES = 1000  # of the prompts, for a ratio's interval
 class Figures:
     """One way on one set of prompts; NaN where there is nothing to divide by."""
 
-    texts: int
-    tokens: int
+    texts: int  # repeats are of the same text, which counts once
+    tokens: int  # of all repeats
     tau: float  # tokens a round, over all rounds
     accepted_at_level: list[float]  # share of rounds with at least 1, 2, ... accepted draft tokens
     accepted_given_previous: list[float]  # the same as a share of the level before
@@ -31,20 +31,21 @@ class Figures:
     prefill_seconds: float
     decoding_seconds: float
     compiling_seconds: float
-    identical: int | None  # texts that are plain's; None where they are not to be compared
-    excused: int | None  # texts that are not, with a gap that rounding excuses
-    gaps: list[float] | None
+    identical: int | None  # texts that are plain's in all repeats; None where they are not to be compared
+    excused: int | None  # texts that are not, with gaps that rounding excuses
+    gaps: list[float] | None  # one a text that is not
 
 
 def figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> Figures:
     """One way's figures, and their ratio to plain's on the same groups."""
     timed = [sample.timed for sample in samples]
-    texts, tokens = sum(len(one.ids) for one in timed), sum(one.tokens for one in timed)
+    texts = sum({sample.group: len(sample.timed.ids) for sample in samples}.values())
+    tokens = sum(one.tokens for one in timed)
     accepted = [count for one in timed for count in one.accepted]
     shares = acceptance(accepted, max(accepted, default=0))
     ratio = _ratio(samples, plain)
     compared = all(sample.differences is not None for sample in samples)
-    differing = [one for sample in samples for one in sample.differences or ()]
+    differing = _worst_differences(samples)
     prefill, decoding = sum(one.prefill for one in timed), sum(one.decoding for one in timed)
     return Figures(
         texts=texts,
@@ -66,6 +67,16 @@ def figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> Figures:
         excused=sum(one.excused for one in differing) if compared else None,
         gaps=[one.gap for one in differing] if compared else None,
     )
+
+
+def _worst_differences(samples: Iterable[Sample]) -> list[Difference]:
+    """For each text that differs in some repeat, the difference that rounding excuses least."""
+    worst: dict[tuple[int, int], Difference] = {}
+    for sample in samples:
+        for one in sample.differences or ():
+            text = sample.group, one.row
+            worst[text] = max(worst.get(text, one), one, key=lambda other: other.gap - other.allowed)
+    return list(worst.values())
 
 
 def tau(accepted: Sequence[int]) -> float:

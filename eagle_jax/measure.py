@@ -12,8 +12,10 @@ import dataclasses
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
@@ -128,6 +130,34 @@ class Decoding:
         )
 
 
+# --- Prompts ----------------------------------------------------------------------------------------------------------
+
+
+def encode_questions(target: Target, path: Path, questions: Sequence[generation.Chat], raw: bool) -> list[list[int]]:
+    """Ids of a file's questions, all of them checked, so that no measurement ends at a prompt that cannot be decoded.
+
+    Args:
+      path: the file, for errors.
+      raw: plain text, a question's messages a paragraph each; else through the chat template.
+
+    Raises:
+      ValueError: a prompt is empty or too long for the target, with its number in the file; or the target has no
+        tokenizer, or no chat template where one is wanted.
+    """
+    if target.tokenizer is None:
+        raise ValueError(f"The target {target.name} has no tokenizer, which prompts in text need; give another target.")
+    if not raw and target.tokenizer.chat_template is None:
+        raise ValueError(f"The target {target.name} has no chat template; add --raw to decode prompts as plain text.")
+    encoded = []
+    for number, question in enumerate(questions, start=1):
+        prompt = "\n\n".join(message["content"] for message in question) if raw else question
+        try:
+            encoded += generation.prepare(target, None, [prompt]).prompts
+        except ValueError as error:
+            raise ValueError(f"{path}, prompt {number}: {error}") from error
+    return encoded
+
+
 # --- Taking turns -----------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +242,7 @@ def differences(
         if place is None:
             found.append(Difference(row, None, math.inf, allowed=0.0))
             continue
-        second, best = top_two(target, [*prompt, *one[:place]], seed, sampling)
+        second, best = jnp.sort(values_after(target, prompt, one[:place], seed, sampling))[-2:].tolist()
         found.append(Difference(row, place, best - second, allowed_gap(target.dtype, best)))
     return found
 
@@ -224,20 +254,23 @@ def allowed_gap(dtype: jnp.dtype, value: float) -> float:
     return EXCUSED_ULPS * 2.0 ** (math.frexp(value)[1] + math.frexp(float(jnp.finfo(dtype).eps))[1] - 2)
 
 
-def top_two(target: Target, ids: list[int], seed: int, sampling: SamplingConfig) -> tuple[float, float]:
-    """The second and the best of processed `logits + temperature * noise` for the token after `ids`."""
-    features = features_of(*nnx.split(target.model), jnp.asarray([ids]))
+def values_after(
+    target: Target, prompt: Sequence[int], text: Sequence[int], seed: int, sampling: SamplingConfig
+) -> jax.Array:
+    """Processed `logits + temperature * noise` f32[V] for the token after a prompt and a text, as decoding has them."""
+    ids = [*prompt, *text]
+    # The prompt came in whole, every later token by itself.
+    came_with = jnp.maximum(jnp.arange(len(ids)) + 1, len(prompt))[None]
+    features = features_of(*nnx.split(target.model), jnp.asarray([ids]), came_with)
     logits = target.model.logits(features[:, -1])
-    values = sampling_rows.perturbed(
+    return sampling_rows.perturbed(
         logits,
         sampling_rows.params_for([sampling], target.config.vocab_size),
         sampling_rows.processors_for([sampling]),
         sampling_rows.row_keys([seed], 1),
         jnp.asarray([len(ids)]),
         jnp.zeros(logits.shape, bool).at[0, jnp.asarray(ids)].set(True),
-    )
-    second, best = jnp.sort(values[0])[-2:].tolist()
-    return second, best
+    )[0]
 
 
 def time_rounds(way: Decoding, prompt: Sequence[int], rounds: int) -> tuple[float, int]:
@@ -254,6 +287,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's model where the system names it, else its architecture."""
+    if info.is_file():
+        named = re.search(r"^model name\s*:\s*(\S.*)$", info.read_text(errors="replace"), re.MULTILINE)
+        if named:
+            return named[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def machine() -> str:
     kinds = sorted({device.device_kind for device in jax.devices()})
-    return f"{cores()} {platform.machine()} cores, jax {jax.__version__} on {len(jax.devices())} {', '.join(kinds)}"
+    return f"{cores()} cores of {processor()}, jax {jax.__version__} on {len(jax.devices())} {', '.join(kinds)}"

@@ -1,13 +1,17 @@
 """transformers' own decoding in PyTorch, with a target's weights, as a peer to measure against.
 
 The peer gets the same ids, the same end tokens and as many threads as the process has cores. A streamer keeps when its
-ids arrive, which tells its prefill from its decoding. PyTorch is imported here only, when a peer is made.
+ids arrive, which tells its prefill from its decoding.
+
+PyTorch is loaded when a peer is made, or with a target's tokenizer, for transformers imports it where it is installed.
+How its threads wait must be said before that, so this module imports neither, and `require_torch` comes first.
 """
 
 import dataclasses
 import importlib
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import transformers
 from flax import nnx
 
 from eagle_jax import measure
@@ -47,12 +50,18 @@ ROPE_FIELDS = {
 
 
 def require_torch() -> None:
-    """Raises RuntimeError where PyTorch is not installed; to be called before anything else imports it."""
+    """Sets how PyTorch's threads wait, unless the environment says or PyTorch is loaded; call it before a target is.
+
+    Raises:
+      RuntimeError: PyTorch is not installed.
+    """
     if importlib.util.find_spec("torch") is None:
         raise RuntimeError('The peer runs in PyTorch, which is not installed; pip install "eagle_jax[peers]".')
     # OpenMP reads this once, when PyTorch is loaded. Threads that spin while they wait made PyTorch 7 times slower on
-    # cores that others used too, and in this process JAX's threads are always there.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # cores that others used too, and in this process JAX's threads are always there. Set later it would change nothing
+    # but what `about` says.
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def torch_model(target: Target) -> Any:
@@ -63,6 +72,8 @@ def torch_model(target: Target) -> Any:
       RuntimeError: PyTorch is not installed.
     """
     require_torch()
+    import transformers
+
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(measure.cores())
     name, config = peer_config(target.config)
@@ -84,11 +95,13 @@ def device() -> str:
 
 
 def about() -> str:
-    """Versions, place, and threads with how they wait."""
+    """Versions, place, and threads with how they were told to wait."""
+    import transformers
+
     torch: Any = importlib.import_module("torch")
     return (
         f"transformers {transformers.__version__}, torch {torch.__version__} on {device()}, "
-        f"{torch.get_num_threads()} threads, OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY')}"
+        f"{torch.get_num_threads()} threads, OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'not set')}"
     )
 
 
@@ -98,6 +111,8 @@ def peer_config(config: ModelConfig) -> tuple[str, Any]:
     Raises:
       ValueError: there is none.
     """
+    import transformers
+
     fields: dict[str, Any] = {name: getattr(config, name) for name in SHARED_FIELDS}
     fields |= {"rope_parameters": rope_parameters(config), "bos_token_id": None, "eos_token_id": None}
     biased = config.attention_bias, config.attention_output_bias
@@ -201,11 +216,13 @@ class TransformersDecoding:
             decoding=ended - first,
         )
 
-    def _generation_config(self, prompt_length: int) -> transformers.GenerationConfig:
+    def _generation_config(self, prompt_length: int) -> Any:
+        import transformers
+
         sampling, ends = self.sampling, list(self.target.eos_token_ids)
         options: dict[str, Any] = {
             # This library's decoding ends where the context does.
-            "max_new_tokens": min(self.max_new_tokens, self.target.config.max_position_embeddings - prompt_length),
+            "max_new_tokens": min(self.max_new_tokens, self.target.config.context_length - prompt_length),
             "do_sample": sampling.temperature > 0,
             "repetition_penalty": sampling.repetition_penalty,
             "eos_token_id": ends or None,

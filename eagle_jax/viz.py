@@ -8,6 +8,7 @@ N nodes of one row's tree.
 import dataclasses
 import functools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -73,8 +74,9 @@ class Painter:
 
     def __init__(self, target: Target):
         self._reader = Reader(target.tokenizer)
-        self._ends: list[int] = []  # for each token: the characters that are whole with it
-        self._styles: list[str] = []
+        self._unshown: deque[tuple[int, str]] = deque()  # tokens: the characters that are whole with each, its style
+        self._whole = 0  # characters that are whole with the last token
+        self._style = OWN  # the last token's
         self._shown = 0  # characters
 
     def __call__(self, chunk: Chunk) -> Text:
@@ -84,16 +86,21 @@ class Painter:
     def add(self, token_ids: Sequence[int], levels: Sequence[int], text: str) -> Text:
         """Takes in more tokens; colours the text that comes with them, which may belong to earlier ones in part."""
         for token, level in zip(token_ids, levels, strict=True):
-            self._ends.append(sum(self._ends[-1:]) + len(self._reader.read([token], last=False)))
-            self._styles.append(style_of(level))
+            self._whole += len(self._reader.read([token], last=False))
+            self._style = style_of(level)
+            self._unshown.append((self._whole, self._style))
         painted, begin = Text(), 0
-        for end, style in zip(self._ends, self._styles, strict=True):
-            end = min(end - self._shown, len(text))
+        while self._unshown:
+            whole, style = self._unshown[0]
+            end = min(whole - self._shown, len(text))
             if end > begin:
                 painted.append(text[begin:end], style)
                 begin = end
+            if whole - self._shown > len(text):
+                break
+            self._unshown.popleft()
         # Bytes at the end of a text that never became a character.
-        painted.append(text[begin:], self._styles[-1] if self._styles else OWN)
+        painted.append(text[begin:], self._style)
         self._shown += len(text)
         return painted
 

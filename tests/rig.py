@@ -1,6 +1,7 @@
-"""Small models for tests."""
+"""Small models, and a small tokenizer, for tests."""
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,11 @@ from eagle_jax.convert import build
 from eagle_jax.repository import TARGET_TABLE
 from eagle_jax.target import TargetModel
 
+WORDS = ["<system>", "<user>", "<assistant>", "</s>", *"abcdefgh", "<unk>"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
 GOLDENS = Path(__file__).parent / "goldens"
 
 
@@ -56,3 +62,13 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
             weights[f"model.layers.{layer}.{name}.weight"] = rng.uniform(0.5, 1.5, hidden)
     weights["model.norm.weight"] = rng.uniform(0.5, 1.5, hidden)
     return {name: weight.astype(np.float32) for name, weight in weights.items()}
+
+
+def word_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """A token a word, of WORDS."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, eos_token="</s>")

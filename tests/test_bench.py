@@ -2,10 +2,14 @@
 
 import csv
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
+import os
+import platform
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,12 +18,12 @@ import numpy as np
 import pytest
 from engine_rig import full_logits, make_head, make_target, random_prompts
 from flax import nnx
-from rig import tiny_config
-from test_data import word_tokenizer
+from rig import tiny_config, word_tokenizer
 
 import eagle_jax as ej
 from eagle_jax import data, figures, measure, peers, report
 from eagle_jax.config import RopeScaling
+from eagle_jax.features import features_of
 
 ROOT = Path(__file__).parent.parent
 # One tree, one batch size and one bucket of prompt lengths for all tests, so that little is compiled.
@@ -159,6 +163,48 @@ def test_a_difference_is_found_with_its_gap(target):
     assert judge(plain._replace(ids=[plain.ids[0][:4]]))[0].gap == math.inf
 
 
+def test_repeats_are_of_one_text():
+    """Under "same text" each counts once, and differs if it does in any repeat."""
+    timed = measure.Timed([[1, 2, 3], [4, 5, 6]], [1], 2, 1.0, 1.0)
+    excused, unexcused, equal = [measure.Difference(1, 0, 1e-5, 2e-4)], [measure.Difference(1, 0, 0.5, 2e-4)], []
+    plain = [measure.Sample("plain", group, timed, 0.0, []) for group in (0, 0, 1, 1)]
+
+    def of(*differences):
+        return figures.figures(
+            [measure.Sample("a", i // 2, timed, 0.0, one) for i, one in enumerate(differences)], plain
+        )
+
+    found = of(equal, equal, equal, equal)
+    assert (found.texts, found.identical, found.excused, found.gaps, found.tokens) == (4, 4, 0, [], 24)
+    found = of(excused, excused, unexcused, excused)
+    assert (found.texts, found.identical, found.excused, found.gaps) == (4, 2, 1, [1e-5, 0.5])
+    assert of(equal, excused, equal, equal).identical == 3
+
+
+def test_values_are_plain_decodings_own_past_a_dynamic_window():
+    """A prompt came in whole, later tokens each by itself: with other angles the best value is another token's."""
+    scaling = RopeScaling(rope_type="dynamic", factor=4.0)
+    target = make_target(max_position_embeddings=32, rope_scaling=scaling)
+    prompt, sampling = random_prompts(1, [70])[0], ej.SamplingConfig()
+    text = measure.Decoding(target=target, drafter=None, max_new_tokens=24)([prompt]).ids[0]
+    for place in (0, 11, 23):
+        values = measure.values_after(target, prompt, text[:place], 0, sampling)
+        assert int(values.argmax()) == text[place]
+    by_themselves = features_of(*nnx.split(target.model), jax.numpy.asarray([[*prompt, *text[:-1]]]))
+    told = target.model.logits(by_themselves)[0, len(prompt) - 1 :].argmax(axis=-1).tolist()
+    assert [told[place] == text[place] for place in (0, 11, 23)] != [True] * 3
+
+
+def test_a_machine_is_named_by_its_processors_model(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: A Processor (R) 3\n")
+    assert measure.processor(tmp_path / "cpuinfo") == "A Processor (R) 3"
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    (tmp_path / "other").write_text("CPU implementer : 0x41\n")
+    assert measure.processor(tmp_path / "other") == measure.processor(tmp_path / "none") == "aarch64"
+    assert measure.processor() in measure.machine()
+
+
 # --- Questions --------------------------------------------------------------------------------------------------------
 
 
@@ -184,28 +230,82 @@ def test_no_question_is_an_error(tmp_path):
         data.read_questions(tmp_path / "questions.jsonl")
 
 
-# --- The script -------------------------------------------------------------------------------------------------------
+# --- The scripts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def bench(monkeypatch, tmp_path):
-    """Runs the script on a tiny target with an untrained head; gives the directory it wrote."""
+def script(monkeypatch, tmp_path):
+    """Runs a script on a tiny target with an untrained head; gives what it wrote."""
     target = dataclasses.replace(make_target(), tokenizer=word_tokenizer())
-    monkeypatch.setattr(ej, "load_target", lambda *_, **__: target)
     monkeypatch.setattr(ej, "load_head", lambda *_, **__: make_head(target))
     for name in ("one", "two"):
         turns = [["a b c"], ["d e"], ["f"]]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
 
-    def run(*arguments):
+    def run(name, *arguments, target=target, loaded=None):
+        def load_target(_, **options):
+            if loaded is not None:
+                loaded.update(options)
+            return target
+
+        monkeypatch.setattr(ej, "load_target", load_target)
         prompts = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
         output = tmp_path / "out"
-        given = ["bench.py", "--prompts", *prompts, "--output", str(output), "--max-new-tokens", "8", *arguments]
+        given = [f"{name}.py", "--prompts", *prompts, "--output", str(output), "--max-new-tokens", "8", *arguments]
         monkeypatch.setattr(sys, "argv", given)
-        runpy.run_path(str(ROOT / "decode/bench.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / f"decode/{name}.py"), run_name="__main__")
         return output
 
     return run
+
+
+@pytest.fixture
+def bench(script):
+    return functools.partial(script, "bench")
+
+
+def of_script(name):
+    """Options that make a script draft as the other tests of this file do."""
+    return SMALL_TREE if name == "bench" else ("--tree.kind", "chain", *SMALL_TREE[2:])
+
+
+@pytest.mark.parametrize("name", ["bench", "compare"])
+def test_all_prompts_are_checked_before_any_is_decoded(script, name, tmp_path, monkeypatch, capsys):
+    def decode(*_):
+        raise AssertionError("decoded before all prompts were checked")
+
+    long = json.dumps({"turns": ["a " * 600]})
+    (tmp_path / "two.jsonl").write_text(f'{{"turns": ["a"]}}\n{long}\n')
+    monkeypatch.setattr(measure.Decoding, "__call__", decode)
+    with pytest.raises(SystemExit) as caught:
+        script(name, *of_script(name))
+    expected = "two.jsonl, prompt 2: The prompt has 603 tokens, but the limit is 512"
+    assert expected in str(caught.value.code) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["bench", "compare"])
+def test_a_target_without_a_chat_template_is_for_plain_text(script, name, monkeypatch):
+    without = dataclasses.replace(make_target(), tokenizer=word_tokenizer(template=None))
+    with pytest.raises(SystemExit) as caught:
+        script(name, *of_script(name), target=without)
+    said = "error: The target random has no chat template; add --raw to decode prompts as plain text."
+    assert caught.value.code == said
+    with pytest.raises(SystemExit, match="The target random has no tokenizer"):
+        script(name, *of_script(name), target=make_target())
+
+    decoded, loaded, call = [], {}, measure.Decoding.__call__
+    monkeypatch.setattr(
+        measure.Decoding, "__call__", lambda way, prompts: decoded.append(prompts) or call(way, prompts)
+    )
+    script(name, "--raw", "--limit", "1", "--dtype", "float32", *of_script(name), target=without, loaded=loaded)
+    assert all(prompts == [[4, 5, 6]] for prompts in decoded) and decoded  # "a b c", nothing around it
+    assert loaded == {"dtype": "float32"}
+
+
+def test_plain_text_of_a_chat_is_a_paragraph_a_message(target):
+    reading = dataclasses.replace(target, tokenizer=word_tokenizer(template=None))
+    chat = [{"role": "system", "content": "a b"}, {"role": "user", "content": "c"}]
+    assert measure.encode_questions(reading, Path("chats.jsonl"), [chat], raw=True) == [[4, 5, 6]]
 
 
 def test_bench_writes_what_it_measured(bench, capsys):
@@ -334,6 +434,49 @@ def test_a_peers_greedy_text_is_plain_decodings(lookup):
         assert timed.prefill == 2 and timed.decoding == len(timed.accepted) + 1  # one reading an arrival
     assert len(lengths) > 1 and max(lengths) == 24  # some end by themselves
     assert peer.same_text
+
+
+def test_a_peers_text_ends_where_a_stretched_context_does():
+    pytest.importorskip("torch")
+    scaling = dataclasses.replace(YARN, original_max_position_embeddings=None)
+    target = make_target(max_position_embeddings=32, rope_scaling=scaling)
+    shared = {"target": target, "max_new_tokens": 200}
+    peer = peers.TransformersDecoding(model=peers.torch_model(target), **shared)
+    (prompt,) = random_prompts(1, [20])
+    timed, wanted = peer([prompt]), measure.Decoding(drafter=None, **shared)([prompt])
+    assert timed.tokens == wanted.tokens == 4 * 32 - 20
+    assert timed.ids == wanted.ids
+
+
+def run_alone(code, **environment):
+    """Runs Python code in a process of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    here = kept | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=here, check=True)
+
+
+def test_importing_the_library_loads_neither_pytorch_nor_transformers():
+    modules = "eagle_jax, eagle_jax.peers, eagle_jax.report, eagle_jax.viz"
+    done = run_alone(f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))")
+    assert done.stdout.strip() == "[]"
+
+
+def test_pytorchs_threads_sleep_while_they_wait():
+    pytest.importorskip("torch")
+    done = run_alone(
+        "from eagle_jax import peers; peers.require_torch(); import transformers.modeling_utils; print(peers.about())",
+        OMP_DISPLAY_ENV="VERBOSE",
+    )
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this PyTorch's OpenMP is not GNU's")
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr
+    assert "OMP_WAIT_POLICY PASSIVE" in done.stdout
+
+
+def test_a_peer_claims_nothing_that_came_too_late():
+    pytest.importorskip("torch")
+    code = "import torch; from eagle_jax import peers; peers.require_torch(); print(peers.about())"
+    assert "OMP_WAIT_POLICY not set" in run_alone(code).stdout
 
 
 def test_a_peer_samples_by_seed():

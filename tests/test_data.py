@@ -4,23 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from rig import tiny_target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from rig import WORDS, tiny_target, word_tokenizer
 
 from eagle_jax import data, features
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
-WORDS = ["<system>", "<user>", "<assistant>", "</s>", *"abcdefgh", "<unk>"]
-
-
-def word_tokenizer(template=TEMPLATE):
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, eos_token="</s>")
 
 
 def chat(*turns):

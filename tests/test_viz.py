@@ -107,6 +107,30 @@ def test_a_console_shows_chunks_as_they_are(target):
     assert out.getvalue() == "long word of a token\n\n ba blong word of a token b\n"
 
 
+def test_a_chunk_costs_no_more_late_in_a_stream_than_early(target):
+    paint, chunk = viz.Painter(target), ej.Chunk(text="a b", token_ids=[0, 1], accepted=1, finish_reason=None)
+
+    def steps() -> int:
+        """Lines that painting one chunk runs."""
+        lines, before = [], sys.gettrace()
+
+        def trace(frame, event, argument):
+            lines.append(event)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            paint(chunk)
+        finally:
+            sys.settrace(before)
+        return len(lines)
+
+    early = [steps() for _ in range(8)][-1]
+    for _ in range(200):
+        paint(chunk)
+    assert steps() == early
+
+
 def test_without_a_tokenizer_there_is_nothing_to_colour():
     target = make_target()
     assert viz.colored(target, ej.generate(target, None, [1], max_new_tokens=4)).plain == ""
