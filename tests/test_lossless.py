@@ -71,7 +71,13 @@ def test_B2_units_in_the_last_place():
     assert allowed_gap(jnp.dtype(jnp.float32), 5.0) == 2e-4
 
 
-@pytest.mark.parametrize(("depth", "nodes"), GRID)
+QUICK = {(1, 2), (3, 33), (6, 60), (10, 2)}
+
+
+@pytest.mark.parametrize(
+    ("depth", "nodes"),
+    [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in GRID],
+)
 def test_B4_the_tree_changes_no_token(target, head, mixed, depth, nodes):
     tree = ej.TreeConfig(nodes=nodes, depth=depth, top_k=8)
     done = ej.generate(target, head, PROMPTS[:8], max_new_tokens=24, sampling=HALF_GREEDY, tree=tree, seed=7)
