@@ -11,36 +11,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from eagle_jax.data import FeatureRows, Row, epoch_plan, row_offsets
-from eagle_jax.layers import causal_mask
-from eagle_jax.target import Target
+from eagle_jax.target import Target, features_of
 
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
-
-
-@partial(jax.jit, static_argnums=0)
-def features_of(
-    graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array, text_length: jax.Array | None = None
-) -> jax.Array:
-    """Features [B, T, E] of whole rows i32[B, T]; padding at their ends changes nothing before it.
-
-    Args:
-      text_length: i32[B or 1, T], the length of the text each token came in with, for targets with "dynamic" rope (see
-        `rope.angles`). None: every token by itself, as decoded text comes in. Training is on that: a row has several
-        answers, each after a prompt of another length, so that no one length is right for all of it.
-    """
-    length = tokens.shape[1]
-    positions, mask = jnp.arange(length)[None], causal_mask(length)
-    features, _ = nnx.merge(graphdef, params)(tokens, positions, mask, text_length=text_length)
-    return features
 
 
 def load_or_make(

@@ -10,7 +10,7 @@ B batch rows, T block tokens, E hidden size, V vocabulary, W draft vocabulary.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +88,28 @@ class Head:
         config = config_for(target.config, vocabulary)
         model = HeadModel(config, dtype=target.dtype if dtype is None else dtype, rngs=nnx.Rngs(seed))
         return cls(config=config, model=model, ends=frozen_ends(target, vocabulary))
+
+    @classmethod
+    def from_last_layer(
+        cls, target: Target, seed: int = 0, vocabulary: np.ndarray | None = None, dtype: layers.Dtype | None = None
+    ) -> "Head":
+        """A head that begins as its target's last layer over the features themselves.
+
+        `fc` passes the feature on and adds the embedding through small random weights. The arguments are `random`'s.
+        """
+        head = cls.random(target, seed, vocabulary, dtype)
+        dtype = head.model.fc.kernel[...].dtype
+        last = dict(nnx.to_flat_state(nnx.state(target.model.layers[-1])))
+        hidden = target.config.hidden_size
+
+        def begin(path: tuple, leaf: Any) -> Any:
+            if path == ("fc", "kernel"):
+                return leaf.replace(leaf[...].at[hidden:].set(jnp.eye(hidden, dtype=dtype)))
+            return leaf if path[0] == "fc" else leaf.replace(last[path[2:]][...].astype(dtype))
+
+        graphdef, state = nnx.split(head.model)
+        flat = [(path, begin(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
+        return dataclasses.replace(head, model=nnx.merge(graphdef, nnx.from_flat_state(flat)))
 
 
 def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> HeadConfig:

@@ -40,7 +40,9 @@ def smooth_l1(predicted: Array, wanted: Array) -> Array:
     return jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
 
 
-def loss_sums(predicted: Array, wanted: Array, mask: Array, lm_head: Array, *, chunk: int = 1024) -> LossSums:
+def loss_sums(
+    predicted: Array, wanted: Array, mask: Array, lm_head: Array, labels: Array | None = None, *, chunk: int = 1024
+) -> LossSums:
     """The two losses of predicted features, summed over unmasked pairs.
 
     Args:
@@ -48,6 +50,8 @@ def loss_sums(predicted: Array, wanted: Array, mask: Array, lm_head: Array, *, c
       wanted: [B, P, E], the target's features one token on; no gradient flows into them.
       mask: bool[B, P].
       lm_head: [W, E], rows of the frozen LM head; the distributions are over these tokens.
+      labels: i32[B, P], for hard labels: the row of the text's own token; -1 where it has none, which counts for no
+        cross-entropy. None: soft labels, the target's own distribution.
       chunk: pairs whose logits exist at once, so that [B, P, W] never does.
     """
     size = predicted.shape[-1]
@@ -58,47 +62,56 @@ def loss_sums(predicted: Array, wanted: Array, mask: Array, lm_head: Array, *, c
 
     parts = chunks(predicted, size), chunks(wanted, size), chunks(mask.astype(jnp.float32))
     regression = jnp.sum(smooth_l1(parts[0], jax.lax.stop_gradient(parts[1])) * parts[2])
-    cross_entropy, top1, top3 = _distill(*parts, lm_head)
+    cross_entropy, top1, top3 = _distill(*parts, None if labels is None else chunks(labels), lm_head)
     return LossSums(regression, cross_entropy, top1, top3, jnp.sum(parts[2]))
 
 
-def _distill_chunk(predicted: Array, wanted: Array, weight: Array, lm_head: Array) -> tuple[Array, tuple[Array, Array]]:
+def _distill_chunk(
+    predicted: Array, wanted: Array, weight: Array, labels: Array | None, lm_head: Array
+) -> tuple[Array, tuple[Array, Array]]:
     teacher, student = lm_logits(wanted, lm_head), lm_logits(predicted, lm_head)
-    entropy = -jnp.sum(jax.nn.softmax(teacher) * jax.nn.log_softmax(student), axis=-1)
     own = jnp.take_along_axis(student, jnp.argmax(teacher, axis=-1)[:, None], axis=-1)
     # How many tokens the head prefers to the target's best; NaN, which is in no order, is no hit.
     above = jnp.sum(~(student <= own), axis=-1)
     hits = jnp.sum((above < 1) * weight), jnp.sum((above < 3) * weight)
+    log_probs = jax.nn.log_softmax(student)
+    if labels is None:
+        entropy = -jnp.sum(jax.nn.softmax(teacher) * log_probs, axis=-1)
+    else:
+        entropy = -jnp.take_along_axis(log_probs, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
+        weight = weight * (labels >= 0)
     return jnp.sum(entropy * weight), hits
 
 
 @jax.custom_vjp
-def _distill(predicted: Array, wanted: Array, weight: Array, lm_head: Array) -> tuple[Array, Array, Array]:
+def _distill(
+    predicted: Array, wanted: Array, weight: Array, labels: Array | None, lm_head: Array
+) -> tuple[Array, Array, Array]:
     """Cross-entropy and hits over chunks [C, chunk, E]; see `_distill_forward` for why it has its own gradient."""
 
-    def sums_of(part: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def sums_of(part: tuple[Array, Array, Array, Array | None]) -> tuple[Array, tuple[Array, Array]]:
         return _distill_chunk(*part, lm_head)
 
-    entropy, hits = jax.lax.map(sums_of, (predicted, wanted, weight))
+    entropy, hits = jax.lax.map(sums_of, (predicted, wanted, weight, labels))
     return jnp.sum(entropy), jnp.sum(hits[0]), jnp.sum(hits[1])
 
 
 def _distill_forward(
-    predicted: Array, wanted: Array, weight: Array, lm_head: Array
+    predicted: Array, wanted: Array, weight: Array, labels: Array | None, lm_head: Array
 ) -> tuple[tuple[Array, Array, Array], Array]:
     # The gradient of a sum of cross-entropies is known as soon as the chunk's logits are, up to one factor. Taking it
     # at once means three products with the LM head a chunk, where rematerialisation in the backward pass takes five.
-    def step(_: None, part: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, ...]]:
+    def step(_: None, part: tuple[Array, Array, Array, Array | None]) -> tuple[None, tuple[Array, ...]]:
         (entropy, hits), gradient = jax.value_and_grad(_distill_chunk, has_aux=True)(*part, lm_head)
         return None, (entropy, *hits, gradient)
 
-    _, (*sums, gradient) = jax.lax.scan(step, None, (predicted, wanted, weight))
+    _, (*sums, gradient) = jax.lax.scan(step, None, (predicted, wanted, weight, labels))
     entropy, top1, top3 = (jnp.sum(x) for x in sums)
     return (entropy, top1, top3), gradient
 
 
-def _distill_backward(gradient: Array, cotangents: tuple[Array, Array, Array]) -> tuple[Array, None, None, None]:
-    return (gradient * cotangents[0]).astype(gradient.dtype), None, None, None
+def _distill_backward(gradient: Array, cotangents: tuple[Array, Array, Array]) -> tuple[Array, None, None, None, None]:
+    return (gradient * cotangents[0]).astype(gradient.dtype), None, None, None, None
 
 
 _distill.defvjp(_distill_forward, _distill_backward)

@@ -25,9 +25,8 @@ from flax import nnx
 from eagle_jax import generation
 from eagle_jax import sampling as sampling_rows
 from eagle_jax.config import SamplingConfig, TreeConfig
-from eagle_jax.features import features_of
 from eagle_jax.head import Head
-from eagle_jax.target import Target
+from eagle_jax.target import Target, features_of
 
 # Rounding differs between a forward over one token and over many, in float32 by less than this ...
 EXCUSED_GAP = 2e-4

@@ -7,8 +7,10 @@ B batch rows, T block tokens, E hidden size, V vocabulary.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -88,3 +90,18 @@ class Target:
     @property
     def dtype(self) -> jnp.dtype:
         return self.model.embed_tokens.embedding[...].dtype
+
+
+@partial(jax.jit, static_argnums=0)
+def features_of(graphdef: nnx.GraphDef, params: nnx.State, tokens: Array, text_length: Array | None = None) -> Array:
+    """Features [B, T, E] of whole rows i32[B, T]; padding at their ends changes nothing before it.
+
+    Args:
+      text_length: i32[B or 1, T], the length of the text each token came in with, for targets with "dynamic" rope (see
+        `rope.angles`). None: every token by itself, as decoded text comes in. Training is on that: a row has several
+        answers, each after a prompt of another length, so that no one length is right for all of it.
+    """
+    length = tokens.shape[1]
+    positions = jnp.arange(length)[None]
+    features, _ = nnx.merge(graphdef, params)(tokens, positions, layers.causal_mask(length), text_length=text_length)
+    return features

@@ -17,7 +17,7 @@ from rig import tiny_target
 
 import eagle_jax as ej
 from eagle_jax import draft, layers
-from eagle_jax.features import features_of
+from eagle_jax.target import features_of
 from eagle_jax.tree import Tree
 
 TREE = ej.TreeConfig(nodes=40, depth=4, top_k=8)

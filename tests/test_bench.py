@@ -23,7 +23,7 @@ from rig import tiny_config, word_tokenizer
 import eagle_jax as ej
 from eagle_jax import data, figures, measure, peers, report
 from eagle_jax.config import RopeScaling
-from eagle_jax.features import features_of
+from eagle_jax.target import features_of
 
 ROOT = Path(__file__).parent.parent
 # One tree, one batch size and one bucket of prompt lengths for all tests, so that little is compiled.

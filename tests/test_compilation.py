@@ -10,7 +10,7 @@ from rig import tiny_target
 
 import eagle_jax as ej
 from eagle_jax import decoding, generation, training
-from eagle_jax.features import features_of
+from eagle_jax.target import features_of
 
 TREE = ej.TreeConfig(nodes=5, depth=2, top_k=2)  # no other test's, so that its programs are new
 PROMPTS = random_prompts(4, seed=10)

@@ -11,7 +11,7 @@ from flax import nnx
 
 import eagle_jax as ej
 from eagle_jax import draft, eagle, losses, training
-from eagle_jax.features import features_of
+from eagle_jax.target import features_of
 
 DEPTH = 4
 LENGTH = 16
@@ -39,7 +39,7 @@ def predict(monkeypatch, target):
     @jax.jit
     def run(tokens, features):
         batch = training.Batch(tokens=tokens, assistant=jnp.ones(tokens.shape, bool), features=features)
-        return training.head_sums(graphdef, params, head.ends, batch, 0.0)
+        return training.head_sums(graphdef, params, head.ends, batch)[0]
 
     return run
 

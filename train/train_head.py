@@ -90,7 +90,7 @@ def main(options: Options) -> None:
             batch = store.batch(shifted, plans.length, plans.size)
             sums = training.evaluate_step(head_state, head.ends, batch, graphdef=graphdef)
             total = jax.tree.map(jnp.add, total, sums)
-        return {f"held_out_{key}": float(x) for key, x in training.metrics_of(total, options.recipe).items()}
+        return {f"held_out_{key}": float(x) for key, x in training.metrics_of([total], options.recipe).items()}
 
     started, tokens = time.time(), 0
     with open(options.output / "log.jsonl", "x") as log:
