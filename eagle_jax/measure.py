@@ -13,6 +13,8 @@ import math
 import os
 import platform
 import re
+import resource
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -279,6 +281,16 @@ def time_rounds(way: Decoding, prompt: Sequence[int], rounds: int) -> tuple[floa
     begun = way.clock()
     state = jax.block_until_ready(job.run_rounds(state, rounds))
     return way.clock() - begun, int(state.rounds[0])
+
+
+def peak_memory() -> int:
+    """The most bytes this process has held at once."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Not getrusage's figure, which a new process inherits from the one that started it.
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def cores() -> int:

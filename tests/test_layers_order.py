@@ -22,7 +22,7 @@ LAYERS = [
     {"checkpoint", "loading"},
     {"measure"},
     {"figures", "peers"},
-    {"report"},
+    {"report", "peer_training"},
 ]
 # Within a layer: what one of its files may import of another.
 SIDEWAYS = {("head", "target")}
