@@ -6,7 +6,6 @@ Heads published by EAGLE's authors, whose weights are PyTorch's pickles, load wh
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from eagle_jax import layers
@@ -23,6 +23,7 @@ from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
 from eagle_jax.families import FAMILIES, model_fields
 from eagle_jax.head import Head, HeadModel, check_fit, frozen_ends
 from eagle_jax.repository import CONFIG, find_repository
+from eagle_jax.sharding import shard
 from eagle_jax.target import Target
 from eagle_jax.weights import WEIGHTS, read_json, require_floats, stored_tensors
 
@@ -50,20 +51,26 @@ def save_head(head: Head, directory: str | Path, *, dtype: layers.Dtype = jnp.bf
     if head.ends.vocabulary is not None:
         tensors[VOCABULARY] = np.asarray(head.ends.vocabulary, np.int32)
     fields = {"architectures": [ARCHITECTURE]} | dataclasses.asdict(head.config) | {"bias": head.config.fc_bias}
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        save_file(tensors, Path(scratch) / WEIGHTS)
-        (Path(scratch) / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        for name in (WEIGHTS, CONFIG):
-            os.replace(Path(scratch) / name, directory / name)
+    # Under names of their own, which the next one overwrites should a kill leave them.
+    partial = {name: directory / f"{name}.partial" for name in (WEIGHTS, CONFIG)}
+    try:
+        save_file(tensors, partial[WEIGHTS])
+        partial[CONFIG].write_text(json.dumps(fields, indent=2) + "\n")
+        for name, path in partial.items():
+            os.replace(path, directory / name)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
 
 
-def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = None) -> Head:
+def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = None, mesh: Mesh | None = None) -> Head:
     """Loads a head and checks that it fits the target.
 
     Args:
       name: an embedded head ("smollm2-135m"), a directory that holds one, or a hub id ("organisation/head").
       target: the target it drafts for.
       dtype: of the parameters; None is the target's.
+      mesh: lays the parameters out over these devices, as `load_target` does.
 
     Raises:
       ValueError: no such head, its sizes differ from the target's, or its tensors do not fit its configuration.
@@ -97,10 +104,12 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
         lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
         HEAD_TABLE,
         {key: tensor.shape for key, tensor in tensors.items()},
-        lambda key: tensors[key].read(),
+        lambda key, index=None: tensors[key].read(index),
         f"the {source}",
+        mesh,
     )
-    return Head(config=config, model=model, ends=frozen_ends(target, vocabulary))
+    ends = frozen_ends(target, vocabulary)
+    return Head(config=config, model=model, ends=ends if mesh is None else shard(ends, mesh))
 
 
 def _config_from(
@@ -117,8 +126,9 @@ def _config_from(
             # Published heads describe themselves as the model that they were trained for, or as a Llama.
             kind = fields.get("model_type")
             chosen = model_fields(fields, FAMILIES.get(str(kind), FAMILIES["llama"]), source)
-            # Some state the target's layers; a head has one, as the weights must say.
+            # Some state the target's layers and experts; a head has one of each, as the weights must say.
             chosen |= {"num_hidden_layers": 1, "layer_types": None}
+            chosen |= {"num_local_experts": None, "num_experts_per_tok": None}
         # What the weights say goes before what the configuration says: published ones disagree about `bias`.
         attention = "layers.0.self_attn."
         chosen |= {

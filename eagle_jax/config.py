@@ -98,6 +98,8 @@ class ModelConfig:
     attention_output_bias: bool | None = None  # None: as attention_bias, which is Llama's way; Qwen2 has none
     qk_norm: bool = False  # RMSNorm over each query's and key's head dimension, Qwen3's way
     mlp_bias: bool = False
+    num_local_experts: int | None = None  # of a mixture of experts, Mixtral's way; None is one MLP for all tokens
+    num_experts_per_tok: int | None = None
 
     def __post_init__(self):
         _require_positive(
@@ -137,6 +139,12 @@ class ModelConfig:
             _require_positive(self, "sliding_window")
         if self.layer_types is not None:
             self._check_layer_types(tuple(self.layer_types))
+        experts, chosen = self.num_local_experts, self.num_experts_per_tok
+        _require(
+            (experts is None) == (chosen is None) and 1 <= (chosen or 1) <= (experts or 1),
+            f"num_local_experts is {experts} and num_experts_per_tok {chosen}; the second must be from 1 to the first, "
+            f"or both None.",
+        )
 
     def _check_layer_types(self, kinds: tuple[str, ...]) -> None:
         _require(
@@ -194,6 +202,10 @@ class HeadConfig(ModelConfig):
         _require(
             self.num_hidden_layers == 1,
             f"HeadConfig.num_hidden_layers is {self.num_hidden_layers}; an EAGLE head has 1 decoder layer.",
+        )
+        _require(
+            self.num_local_experts is None,
+            f"HeadConfig.num_local_experts is {self.num_local_experts}; an EAGLE head's layer has one MLP.",
         )
         if self.draft_vocab_size is not None:
             _require(

@@ -54,7 +54,10 @@ class Drafter(Protocol):
         ...
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
-        """A state for rows of up to `capacity` tokens that has seen none. More capacity only makes arrays longer."""
+        """A state for rows of up to `capacity` tokens that has seen none.
+
+        More capacity only makes arrays longer, and the first axis of each is the rows.
+        """
         ...
 
     def prefill(self, params: Any, state: Any, chunk: Committed) -> Any:

@@ -33,13 +33,26 @@ DEFAULTS: Fields = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-# In the last three transformers takes 8 or 32 key-value heads for granted, which is right for one size of model only.
+# All but the first: transformers takes 8 or 32 key-value heads for granted, which is right for one size of model only.
 FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
         architecture="MistralForCausalLM",
         required=("num_key_value_heads",),
         defaults={"max_position_embeddings": 131072, "sliding_window": 4096},
+        fixed={"attention_bias": False, "mlp_bias": False},
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        required=("num_key_value_heads",),
+        defaults={
+            "max_position_embeddings": 131072,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
         fixed={"attention_bias": False, "mlp_bias": False},
     ),
     "qwen2": Family(
@@ -58,11 +71,12 @@ FAMILIES: dict[str, Family] = {
 SUPPORTED = ", ".join(family.architecture for family in FAMILIES.values())
 
 LARGEST = 2**31 - 1  # sizes are int32 where they are used
-MOST_LAYERS = 1024
+MOST = {"num_hidden_layers": 1024, "num_local_experts": 256}
 WHOLE, NUMBER, FLAG = f"a whole number up to {LARGEST}", "a finite number", "true or false"
 KINDS: dict[str, str] = {
     **dict.fromkeys((*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"), WHOLE),
     **dict.fromkeys(("sliding_window", "max_window_layers", "original_max_position_embeddings"), WHOLE),
+    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), WHOLE),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"), NUMBER),
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), NUMBER),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate"), FLAG),
@@ -122,15 +136,17 @@ def model_fields(fields: Fields, family: Family, source: str) -> dict[str, Any]:
         chosen[name] = _value(fields, name, source)
         if chosen[name] is None:
             raise ValueError(f"{source} has no {name!r}, which has no default; add it.")
-    if chosen["num_hidden_layers"] > MOST_LAYERS:
-        raise ValueError(f"{source} has num_hidden_layers {chosen['num_hidden_layers']}; supported are {MOST_LAYERS}.")
     for name, default in {**DEFAULTS, **family.defaults}.items():
         value = _value(fields, name, source)
         if name not in chosen:
             chosen[name] = default if value is None else value
+    for name, most in MOST.items():
+        if chosen.get(name, 0) > most:
+            raise ValueError(f"{source} has {name} {chosen[name]}; supported are {most}.")
     chosen |= family.fixed
     chosen |= _windows(fields, chosen, source)
-    theta, scaling = rope_from(fields, chosen["max_position_embeddings"], source)
+    theta = family.defaults.get("rope_theta", 10000.0)
+    theta, scaling = rope_from(fields, chosen["max_position_embeddings"], source, theta)
     return chosen | {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -182,7 +198,9 @@ def _windows(fields: Fields, chosen: dict[str, Any], source: str) -> Fields:
     return {"sliding_window": window, "layer_types": tuple(kinds)}
 
 
-def rope_from(fields: Fields, max_positions: int, source: str) -> tuple[float, RopeScaling | None]:
+def rope_from(
+    fields: Fields, max_positions: int, source: str, default_theta: float = 10000.0
+) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from either layout: `rope_theta` and `rope_scaling`, or both inside `rope_parameters`."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -195,7 +213,7 @@ def rope_from(fields: Fields, max_positions: int, source: str) -> tuple[float, R
     turned = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
     if turned != 1:
         raise ValueError(f"{source} has partial_rotary_factor {turned!r}; supported is 1.")
-    stated = (_value(rope, "rope_theta", source), _value(fields, "rope_theta", source), 10000.0)
+    stated = (_value(rope, "rope_theta", source), _value(fields, "rope_theta", source), default_theta)
     theta = next(value for value in stated if value is not None)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":

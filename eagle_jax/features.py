@@ -1,98 +1,174 @@
-"""The target's features of training rows, computed once and kept in a file.
+"""The target's features of training rows, computed once and kept in files.
 
-A directory holds `features.npy` (float16, one vector a token, row after row) and `manifest.json`, which says for which
-target and which tokens they were made; the manifest is written last, so its presence means that the file is whole.
-float16 keeps 11 bits of a feature, against bfloat16's 8, and features lie far inside its range.
+The manifest beside them says for which target and which rows they are. A run that was killed goes on at the first
+shard that is missing; several processes make every n-th shard each. float16 keeps 11 bits of a feature, against
+bfloat16's 8, and features lie far inside its range.
 
 B batch rows, T tokens, E hidden size.
 """
 
 import hashlib
-import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from rich.filesize import decimal
 
-from eagle_jax.data import FeatureRows, Row, epoch_plan, row_offsets
+from eagle_jax.data import Row
+from eagle_jax.pipeline import NO_ROW, BatchConfig, Pipeline
+from eagle_jax.sharding import to_host
+from eagle_jax.shards import (
+    STORED,
+    KeptDtype,
+    KeptFeatures,
+    Layout,
+    free_bytes,
+    lay_out,
+    read_manifest,
+    write_manifest,
+    write_shard,
+)
 from eagle_jax.target import Target, features_of
 
-Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
+Progress = Callable[[int, int], None]  # (tokens done, tokens to be done)
 
 
 def load_or_make(
     directory: str | Path,
     target: Target,
-    rows: list[Row],
+    rows: Sequence[Row],
     *,
     tokens_per_batch: int = 4096,
     progress: Progress = lambda done, total: None,
-) -> FeatureRows:
-    """Features of `rows`, from `directory` if they are there, else computed and left there.
+) -> KeptFeatures:
+    """Features of `rows`, from `directory` as far as they are there; the others are computed and left there.
 
     Raises:
       ValueError: the directory holds features of another target or of other rows.
       OSError: the directory cannot be written.
     """
-    directory = Path(directory)
-    manifest = _manifest(target, rows)
-    offsets = row_offsets(rows)
-    if (directory / "manifest.json").exists():
-        try:
-            found = dict(json.loads((directory / "manifest.json").read_text()))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{directory / 'manifest.json'} cannot be read ({error}); delete it and run again."
-            ) from error
-        if found != manifest:
-            differing = [key for key in manifest if found.get(key) != manifest[key]]
-            pairs = ", ".join(f"{key} is {found.get(key)!r}, needed is {manifest[key]!r}" for key in differing)
-            raise ValueError(f"{directory} holds other features ({pairs}); give another directory.")
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        _make(directory / "features.npy", target, rows, offsets, tokens_per_batch, progress)
-        partial_file = directory / "manifest.json.partial"
-        partial_file.write_text(json.dumps(manifest, indent=2) + "\n")
-        os.replace(partial_file, directory / "manifest.json")
-    return FeatureRows(rows, offsets, np.load(directory / "features.npy", mmap_mode="r"))
+    layout = claim(directory, target, rows)
+    make(layout, target, rows, tokens_per_batch=tokens_per_batch, progress=progress)
+    return KeptFeatures(layout)
 
 
-def _manifest(target: Target, rows: list[Row]) -> dict[str, object]:
-    tokens = hashlib.sha256()
+def claim(
+    directory: str | Path,
+    target: Target,
+    rows: Sequence[Row],
+    *,
+    dtype: KeptDtype | None = None,
+    shard_tokens: int | None = None,
+) -> Layout:
+    """Leaves a manifest in a directory that has none, or checks that the one there is for this target and these rows.
+
+    Args:
+      dtype, shard_tokens: as `lay_out` takes them.
+
+    Raises:
+      ValueError: the directory holds other features, with both values of what differs.
+      OSError: the directory cannot be written.
+    """
+    layout = lay_out(directory, rows, target.config.hidden_size, dtype=dtype, shard_tokens=shard_tokens)
+    needed = _identity(target, rows) | {"dtype": layout.dtype, "shard_tokens": layout.shard_tokens}
+    found = read_manifest(layout.directory)
+    # A target's name may be a path, and paths to one directory differ.
+    differing = [key for key in needed if found and key != "target" and found.get(key) != needed[key]]
+    if differing:
+        shown = [key for key in ("target",) if found.get(key) != needed[key]] + differing
+        pairs = ", ".join(f"{key} is {found.get(key)!r}, needed is {needed[key]!r}" for key in shown)
+        raise ValueError(f"{directory} holds other features ({pairs}); give another directory.")
+    if not found:
+        layout.directory.mkdir(parents=True, exist_ok=True)
+        write_manifest(layout.directory, needed)
+    return layout
+
+
+def _identity(target: Target, rows: Sequence[Row]) -> dict[str, Any]:
+    tokens, weights = hashlib.sha256(), hashlib.sha256()
     for row in rows:
         tokens.update(row.tokens.tobytes() + b"|")
-    # One matrix of the last layer tells a fine-tune from the model it started from.
-    weights = np.asarray(target.model.layers[-1].mlp.down_proj.kernel[...], np.float32)
+    # A row of every matrix tells a fine-tune from the model it started from.
+    for leaf in jax.tree.leaves(nnx.state(target.model)):
+        weights.update(np.asarray(to_host(leaf[(0,) * (leaf.ndim - 1)]), np.float32).tobytes())
     return {
         "target": target.name,
-        "dtype": str(target.dtype),
+        "target_dtype": str(target.dtype),
         "hidden_size": target.config.hidden_size,
-        "layers": target.config.num_hidden_layers,
-        "weights_sha256": hashlib.sha256(weights.tobytes()).hexdigest(),
+        "config_sha256": hashlib.sha256(repr(target.config).encode()).hexdigest(),
+        "weights_sha256": weights.hexdigest(),
+        "rows": len(rows),
         "tokens": sum(len(row.tokens) for row in rows),
         "rows_sha256": tokens.hexdigest(),
     }
 
 
-def _make(
-    path: Path, target: Target, rows: list[Row], offsets: np.ndarray, tokens_per_batch: int, progress: Progress
+def make(
+    layout: Layout,
+    target: Target,
+    rows: Sequence[Row],
+    *,
+    tokens_per_batch: int = 4096,
+    process_index: int = 0,
+    process_count: int = 1,
+    progress: Progress = lambda done, total: None,
 ) -> None:
+    """Computes the shards that are missing, of every `process_count`-th one.
+
+    Raises:
+      ValueError: features are beyond the range of the dtype they are kept in.
+      OSError: the disk has not room enough, or cannot be written; whole shards stay.
+    """
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index is {process_index}; it must be below process_count, {process_count}.")
+    missing = layout.missing(process_index, process_count)
+    needed, free = layout.bytes_of(missing), free_bytes(layout.directory)
+    if needed > free:
+        raise OSError(
+            f"The features still to be made take {decimal(needed)}, but where {layout.directory} is only "
+            f"{decimal(free)} are free; make room or give another directory."
+        )
     graphdef, params = nnx.split(target.model)
-    shape = (int(offsets[-1]), target.config.hidden_size)
-    kept = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
-    done = 0
-    for plan in epoch_plan(
-        [len(row.tokens) for row in rows], tokens_per_batch=tokens_per_batch, bucket=64, seed=0, epoch=0
-    ):
-        tokens = np.zeros((plan.size, plan.length), np.int32)
-        for place, index in enumerate(plan.indices):
-            tokens[place, : len(rows[index].tokens)] = rows[index].tokens
-        features = np.asarray(features_of(graphdef, params, tokens), np.float16)
-        for place, index in enumerate(plan.indices):
-            count = len(rows[index].tokens)
-            kept[offsets[index] : offsets[index] + count] = features[place, :count]
-            done += count
-        progress(done, shape[0])
-    kept.flush()
+    done, total = 0, sum(shard.tokens for shard in missing)
+    for shard in missing:
+        features = np.empty((shard.tokens, layout.width), STORED[layout.dtype])
+        starts = layout.starts[shard.rows.start :] - layout.starts[shard.rows.start]
+        pipeline = Pipeline([rows[index] for index in shard.rows], BatchConfig(tokens_per_batch=tokens_per_batch))
+        steps = range(pipeline.order.steps_per_epoch)
+        # One batch ahead, so that the device computes while the host stores.
+        computed = map(partial(_computed, graphdef, params, pipeline, layout.dtype), steps)
+        for step, batch in zip(steps, _one_ahead(computed), strict=True):
+            values = np.asarray(batch)
+            if not np.isfinite(values).all():
+                raise ValueError(f"Some features of {target.name} are not finite in {layout.dtype}; try bfloat16.")
+            for place, index in enumerate(pipeline.order.at(step).rows.flat):
+                if index != NO_ROW:
+                    begin, end = starts[index : index + 2]
+                    features[begin:end] = values[place, : end - begin].view(features.dtype)
+            done += pipeline.order.tokens_at(step)
+            progress(done, total)
+        try:
+            write_shard(shard, features)
+        except OSError as error:
+            kept = len(layout.shards) - len(layout.missing())
+            raise OSError(
+                f"{error}; {kept} of {len(layout.shards)} shards are whole and stay: make room and run again, which "
+                "goes on from there."
+            ) from error
+
+
+def _computed(graphdef: nnx.GraphDef, params: nnx.State, pipeline: Pipeline, dtype: KeptDtype, step: int) -> jax.Array:
+    return features_of(graphdef, params, pipeline.batch_at(step).tokens).astype(dtype)
+
+
+def _one_ahead(items: Iterator[jax.Array]) -> Iterator[jax.Array]:
+    """The same items, each asked for before the one before it is handed out."""
+    waiting = next(items)
+    for item in items:
+        yield waiting
+        waiting = item
+    yield waiting

@@ -303,21 +303,13 @@ def prepare(
         if len(ids) >= limit:
             raise ValueError(f"The prompt has {len(ids)} tokens, but the limit is {limit}; shorten it.")
 
-    use_compile_cache()
-    drafter, drafter_params = bind(target, head, tree)
-    graphdef, params = nnx.split(target.model)
+    program, params = compose(target, head, tree, configs)
     stop_ids = jnp.asarray(target.eos_token_ids or (-1,), jnp.int32)
     room = np.asarray([limit - len(ids) for ids in encoded])
     return Job(
         target=target,
-        program=decoding.Program(
-            target=graphdef,
-            config=target.config,
-            drafter=drafter,
-            processors=sampling_rows.processors_for(configs),
-            logits_on_walk=jax.default_backend() == "cpu",
-        ),
-        params=decoding.Params(params, drafter_params),
+        program=program,
+        params=params,
         prompts=encoded,
         settings=decoding.RowSettings(
             sampling=sampling_rows.params_for(configs, target.config.vocab_size),
@@ -328,6 +320,23 @@ def prepare(
         capacity=capacity_for(length_bucket(max(map(len, encoded))), min(max_new_tokens, limit), limit),
         stop=strings,
     )
+
+
+def compose(
+    target: Target, head: Head | BindsDrafter | None, tree: TreeConfig, sampling: Sequence[SamplingConfig]
+) -> tuple[decoding.Program, decoding.Params]:
+    """The program for rows of these settings, and its parameters; compiled programs are kept from here on."""
+    use_compile_cache()
+    drafter, drafter_params = bind(target, head, tree)
+    graphdef, params = nnx.split(target.model)
+    program = decoding.Program(
+        target=graphdef,
+        config=target.config,
+        drafter=drafter,
+        processors=sampling_rows.processors_for(sampling),
+        logits_on_walk=jax.default_backend() == "cpu",
+    )
+    return program, decoding.Params(params, drafter_params)
 
 
 def check_lengths(max_new_tokens: int, max_length: int | None) -> None:

@@ -4,11 +4,14 @@ Metadata keys and tensor names are llama.cpp's, which fixes what they mean.
 """
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from eagle_jax import layers
 from eagle_jax.config import ModelConfig, RopeScaling
@@ -70,8 +73,14 @@ EMBEDDING = "token_embd.weight"
 ROPE_FACTORS = "rope_freqs.weight"  # no parameter: it becomes part of the configuration
 
 
-def target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype) -> Target:
-    """Loads a GGUF file of the Llama family.
+def description_from_gguf(path: Path) -> tuple[ModelConfig, Any]:
+    """The configuration of a GGUF file's model, and its tokenizer or None; errors as `target_from_gguf`'s."""
+    file = GGUFFile(path)
+    return config_from_gguf(file, _architecture(file)), tokenizer_from_gguf(file)
+
+
+def target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype, mesh: Mesh | None = None) -> Target:
+    """Loads a GGUF file of the Llama family; with a mesh, laid out over its devices.
 
     Raises:
       ValueError: the file is damaged, of an unsupported kind, or its tensors do not fit its own description.
@@ -86,10 +95,17 @@ def target_from_gguf(path: Path, *, name: str, dtype: layers.Dtype) -> Target:
         lambda: TargetModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
         TABLES[architecture],
         {name: tensor.shape for name, tensor in file.tensors.items() if name != ROPE_FACTORS},
-        file.read,
+        file.read if mesh is None else _parts_of(file),
         str(path),
+        mesh,
     )
     return Target(config=config, model=model, tokenizer=tokenizer, eos_token_ids=ends, name=name)
+
+
+def _parts_of(file: GGUFFile) -> Callable[..., np.ndarray]:
+    """Reads tensors, or parts of them, which are cut from the whole: blocks of numbers end where no index does."""
+    last = lru_cache(maxsize=1)(file.read)  # for the several parts of one tensor
+    return lambda name, index=...: last(name)[index]
 
 
 def _architecture(file: GGUFFile) -> str:

@@ -42,7 +42,7 @@ class HeadModel(nnx.Module):
         earlier: kv.Rows | None = None,
     ) -> tuple[Array, kv.Rows]:
         """Predicted next features [B, T, E], and the block's keys and values."""
-        x = self.fc(jnp.concatenate([embeddings, features], axis=-1))  # the published weights' order
+        x = self.fc(layers.by_rows(jnp.concatenate([embeddings, features], axis=-1)))  # the published weights' order
         return layers.run_blocks(self.layers, self.config, x, positions, block_mask, prefix, earlier)
 
 
@@ -96,7 +96,15 @@ class Head:
         """A head that begins as its target's last layer over the features themselves.
 
         `fc` passes the feature on and adds the embedding through small random weights. The arguments are `random`'s.
+
+        Raises:
+          ValueError: the target's layers are mixtures of experts, which a head's is not.
         """
+        if target.config.num_local_experts is not None:
+            raise ValueError(
+                f"{target.name} has layers of {target.config.num_local_experts} experts, of which a head has 1; "
+                f"begin with random weights or another head."
+            )
         head = cls.random(target, seed, vocabulary, dtype)
         dtype = head.model.fc.kernel[...].dtype
         last = dict(nnx.to_flat_state(nnx.state(target.model.layers[-1])))
@@ -113,9 +121,10 @@ class Head:
 
 
 def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> HeadConfig:
-    """A head's configuration after its target's: one layer, shaped like the last."""
+    """A head's configuration after its target's: one layer, shaped like the last; for a mixture, like one expert."""
     fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelConfig)}
     fields |= {"num_hidden_layers": 1, "layer_types": None, "sliding_window": target.windows[-1]}
+    fields |= {"num_local_experts": None, "num_experts_per_tok": None}
     fields["draft_vocab_size"] = None if vocabulary is None else len(vocabulary)
     return HeadConfig(**fields)
 

@@ -20,6 +20,7 @@ from eagle_jax import cache as kv
 from eagle_jax import rope
 from eagle_jax.config import ModelConfig
 from eagle_jax.numerics import precision_for
+from eagle_jax.sharding import constrain
 
 Dtype = jax.typing.DTypeLike
 
@@ -159,6 +160,38 @@ class MLP(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class MixtureOfExperts(nnx.Module):
+    """Each token through the best of X MLPs, summed by the router's weights (Mixtral, arXiv 2401.04088, section 2.1).
+
+    An expert that no token of the call chose is passed over and its weights are not read, which is what a step of
+    decoding costs. One that any token chose runs over all of them, so that shapes are static, nothing is dropped and
+    the products split over a mesh like any other MLP's; for a long text that is X / chosen times the least possible.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: Dtype, rngs: nnx.Rngs):
+        assert config.num_local_experts is not None and config.num_experts_per_tok is not None
+        self.chosen = config.num_experts_per_tok
+        self.router = linear(config.hidden_size, config.num_local_experts, bias=False, dtype=dtype, rngs=rngs)
+        self.experts = nnx.List([MLP(config, dtype=dtype, rngs=rngs) for _ in range(config.num_local_experts)])
+
+    def __call__(self, x: Array) -> Array:
+        likely = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)  # [B, T, X]
+        best, places = jax.lax.top_k(likely, self.chosen)
+        best /= jnp.sum(best, axis=-1, keepdims=True)
+        weights = jnp.sum(jax.nn.one_hot(places, likely.shape[-1]) * best[..., None], axis=-2)  # [B, T, X]
+        mixed = jnp.zeros(x.shape, jnp.float32)
+        for index, expert in enumerate(self.experts):
+            weight = weights[..., index, None]
+            add = partial(_add_weighted, expert, x, weight)
+            # Not `> 0`: what is no number must show.
+            mixed = jax.lax.cond(jnp.any(weight != 0), add, lambda others: others, mixed)
+        return mixed.astype(x.dtype)
+
+
+def _add_weighted(expert: MLP, x: Array, weight: Array, others: Array) -> Array:
+    return others + weight * expert(x)
+
+
 class Block(nnx.Module):
     """A pre-norm decoder layer. EAGLE's head leaves the first norm out: `fc` stands where it would."""
 
@@ -166,7 +199,8 @@ class Block(nnx.Module):
         self.input_layernorm = rms_norm(config.hidden_size, config, dtype=dtype, rngs=rngs) if input_norm else None
         self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = rms_norm(config.hidden_size, config, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        mlp = MLP if config.num_local_experts is None else MixtureOfExperts
+        self.mlp = mlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -180,6 +214,11 @@ class Block(nnx.Module):
         mixed, rows = self.self_attn(normed, angles, masks, prefix, earlier)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), rows
+
+
+def by_rows(x: Array) -> Array:
+    """Activations [B, T, E] on a mesh: split over rows, never over E, as the parameters alone would have it."""
+    return constrain(x, "batch", None, None)
 
 
 def run_blocks(
@@ -207,6 +246,7 @@ def run_blocks(
     key_positions = own if earlier is None else jnp.concatenate([earlier.positions, own], axis=1)
     masks = {w: masks_for(w, positions, key_positions, block_mask, prefix) for w in set(config.windows)}
     keys, values = [], []
+    x = by_rows(x)
     for index, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):
         x, (key, value) = block(
             x,
@@ -215,6 +255,7 @@ def run_blocks(
             None if prefix is None else (prefix.keys[index], prefix.values[index]),
             None if earlier is None else (earlier.keys[index], earlier.values[index]),
         )
+        x = by_rows(x)
         keys.append(key)
         values.append(value)
     return x, kv.Rows(tuple(keys), tuple(values), own)

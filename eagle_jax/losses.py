@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from eagle_jax.numerics import lm_logits
+from eagle_jax.sharding import constrain
 
 
 class LossSums(NamedTuple):
@@ -58,7 +59,9 @@ def loss_sums(
     padding = -mask.size % chunk
 
     def chunks(x: Array, *tail: int) -> Array:
-        return jnp.pad(x.reshape(-1, *tail), ((0, padding),) + ((0, 0),) * len(tail)).reshape(-1, chunk, *tail)
+        x = jnp.pad(x.reshape(-1, *tail), ((0, padding),) + ((0, 0),) * len(tail))
+        # A chunk takes every C-th pair, not its neighbours: so each has a share of every device's rows.
+        return constrain(x.reshape(chunk, -1, *tail).swapaxes(0, 1), None, "batch", *(None,) * len(tail))
 
     parts = chunks(predicted, size), chunks(wanted, size), chunks(mask.astype(jnp.float32))
     regression = jnp.sum(smooth_l1(parts[0], jax.lax.stop_gradient(parts[1])) * parts[2])

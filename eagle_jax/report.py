@@ -10,13 +10,16 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
 from eagle_jax.figures import figures
 from eagle_jax.measure import Sample
+
+if TYPE_CHECKING:  # it needs what training needs
+    from eagle_jax.evaluation import Evaluation
 
 Row = dict[str, Any]
 Samples = dict[tuple[str, float], list[Sample]]  # by file and temperature
@@ -112,20 +115,57 @@ def _acceptance(some: Sequence[Row]) -> Table:
     shown = min(max(len(one["accepted_at_level"]) for one in some), LEVELS_SHOWN)
     table = _table("", ["accepted 1", *map(str, range(2, shown + 1))])
     for one in some:
-        pairs = zip(one["accepted_at_level"], one["accepted_given_previous"], strict=True)
-        cells = [f"{share:.2f}/{given:.2f}" for share, given in pairs][:shown]
+        cells = _levels(one["accepted_at_level"], one["accepted_given_previous"])[:shown]
         if cells:
             table.add_row(one["method"], *cells)
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def _levels(shares: Sequence[float], given_previous: Sequence[float]) -> list[str]:
+    return [f"{share:.2f}/{given:.2f}" for share, given in zip(shares, given_previous, strict=True)]
+
+
+def _table(title: str, columns: Sequence[str], first: str = "method") -> Table:
     # What is in a title is no markup: a file's name may hold brackets.
     table = Table(title=title.replace("[", r"\["), title_justify="left", box=None, padding=(0, 1, 0, 0))
-    table.add_column("method", no_wrap=True)
+    table.add_column(first, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+# --- One head ---------------------------------------------------------------------------------------------------------
+
+
+def evaluation_tables(title: str, found: "Evaluation") -> list[Table]:
+    """Acceptance of trees and chains, and calibration."""
+    cells = _levels(found.accepted_at_level, found.accepted_given_previous)[:LEVELS_SHOWN]
+    trees = _table(title, ["tau", "rounds", *(f"accepted {level}" for level in range(1, len(cells) + 1))])
+    trees.add_row("trees", f"{found.tau:.2f}", str(found.rounds), *cells)
+    chains = _table("", ["tau", *(f"{place.predicted}-alpha" for place in found.chain)])
+    chains.add_row("chains", f"{found.chain_tau:.2f}", *(f"{place.alpha:.2f}" for place in found.chain))
+    shown = [one for one in found.calibration if one.nodes]
+    bins = _table("", [f"{one.low:.1f}-{one.high:.1f}" for one in shown], first="confidence")
+    bins.add_row("mean", *(f"{one.confidence:.2f}" for one in shown))
+    bins.add_row("accepted", *(f"{one.accepted:.2f}" for one in shown))
+    bins.add_row("nodes", *(str(one.nodes) for one in shown))
+    bins.caption, bins.caption_justify = f"calibration error {found.calibration_error:.3f}", "left"
+    return [trees, chains, bins]
+
+
+def evaluation_record(found: "Evaluation") -> Row:
+    """All figures, for JSON."""
+    record = dataclasses.asdict(found)
+    for place, fields in zip(found.chain, record["chain"], strict=True):
+        fields["alpha"] = place.alpha
+    return record
+
+
+def accuracy_line(file: str, found: Mapping[str, float]) -> str:
+    return f"{file}: top-1 {found['top1']:.1%}, top-3 {found['top3']:.1%} of {found['pairs']:.0f} pairs"
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -136,6 +176,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

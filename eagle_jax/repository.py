@@ -11,8 +11,10 @@ import huggingface_hub
 import numpy as np
 from flax import nnx
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from jax.sharding import Mesh
 
 from eagle_jax import layers
+from eagle_jax.config import ModelConfig
 from eagle_jax.convert import Table, build, transposed, unchanged
 from eagle_jax.families import config_from
 from eagle_jax.target import Target, TargetModel
@@ -41,18 +43,23 @@ ROWS_COMPARED = 8192
 TARGET_TABLE: Table = (
     (r"lm_head\.embedding", r"lm_head.weight", unchanged),
     (r"embed_tokens\.embedding", r"model.embed_tokens.weight", unchanged),
+    (r"(.*)\.mlp\.router\.kernel", r"model.\1.block_sparse_moe.gate.weight", transposed),
+    (r"(.*)\.mlp\.experts\.(\d+)\.gate_proj\.kernel", r"model.\1.block_sparse_moe.experts.\2.w1.weight", transposed),
+    (r"(.*)\.mlp\.experts\.(\d+)\.down_proj\.kernel", r"model.\1.block_sparse_moe.experts.\2.w2.weight", transposed),
+    (r"(.*)\.mlp\.experts\.(\d+)\.up_proj\.kernel", r"model.\1.block_sparse_moe.experts.\2.w3.weight", transposed),
     (r"(.*)\.kernel", r"model.\1.weight", transposed),
     (r"(.*)\.scale", r"model.\1.weight", unchanged),
     (r"(.*)\.bias", r"model.\1.bias", unchanged),
 )
 
 
-def find_repository(name: str | Path, description: tuple[str, ...] = ()) -> Path | None:
+def find_repository(name: str | Path, description: tuple[str, ...] = (), *, weights: bool = True) -> Path | None:
     """The directory of a model: a path, or where the hub's files were fetched to; None where a name is neither.
 
     Args:
       name: a directory or a hub id, `organisation/model`.
       description: patterns of files to fetch besides `config.json` and the weights.
+      weights: whether to fetch those.
 
     Raises:
       ValueError: the repository publishes no weights that can be read.
@@ -62,6 +69,8 @@ def find_repository(name: str | Path, description: tuple[str, ...] = ()) -> Path
     if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix == ".gguf":
         return path if str(name) and path.is_dir() else None
     directory = _fetched(str(name), CONFIG, *INDICES, *description)
+    if not weights:
+        return directory
     # By name, for repositories hold other copies of the weights beside these.
     index = index_of(directory)
     files = (WEIGHTS,) if index is None else tuple(sorted(set(weight_map(index).values())))
@@ -86,8 +95,13 @@ def _fetched(name: str, *patterns: str) -> Path:
         ) from error
 
 
-def target_from_repository(directory: Path, *, name: str, dtype: layers.Dtype) -> Target:
-    """The target in a directory.
+def description_from_repository(directory: Path) -> tuple[ModelConfig, Any]:
+    """The configuration of a directory's target, and its tokenizer or None; errors as `target_from_repository`'s."""
+    return config_from(read_json(directory / CONFIG), str(directory / CONFIG)), tokenizer_from_directory(directory)
+
+
+def target_from_repository(directory: Path, *, name: str, dtype: layers.Dtype, mesh: Mesh | None = None) -> Target:
+    """The target in a directory; with a mesh, laid out over its devices.
 
     Raises:
       ValueError: an unsupported model, or files that do not fit each other.
@@ -105,8 +119,9 @@ def target_from_repository(directory: Path, *, name: str, dtype: layers.Dtype) -
         lambda: TargetModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
         TARGET_TABLE,
         {name: tensor.shape for name, tensor in tensors.items()},
-        lambda name: tensors[name].read(),
+        lambda name, index=None: tensors[name].read(index),
         str(directory),
+        mesh,
     )
     return Target(config=config, model=model, tokenizer=tokenizer, eos_token_ids=ends, name=name)
 

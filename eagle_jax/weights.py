@@ -27,10 +27,11 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
-    def read(self) -> np.ndarray:
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """All of it, or the part that an index selects."""
         # Opened for each tensor: an open file keeps what was read of it in memory.
         with open_safetensors(self.file) as file:
-            return file.get_tensor(self.name)
+            return file.get_tensor(self.name) if index is None else file.get_slice(self.name)[index]
 
 
 class PickledTensor(NamedTuple):
@@ -42,8 +43,10 @@ class PickledTensor(NamedTuple):
     dtype: str
     tensor: Any
 
-    def read(self) -> np.ndarray:
-        return self.tensor.float().numpy()  # NumPy knows no bfloat16 of PyTorch's
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """All of it, or the part that an index selects."""
+        part = self.tensor if index is None else self.tensor[index]
+        return part.float().numpy()  # NumPy knows no bfloat16 of PyTorch's
 
 
 Tensors = dict[str, StoredTensor | PickledTensor]

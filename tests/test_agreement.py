@@ -47,6 +47,7 @@ def check(target, done, streamed, stop, most):
     assert [chunk.finish_reason for chunk in streamed] == [None] * done.rounds + [done.finish_reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     [("none", WARM), ("head", ej.SamplingConfig()), ("copy", WARM)],

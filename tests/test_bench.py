@@ -416,6 +416,7 @@ def test_a_peer_says_what_to_install(monkeypatch, target):
         peers.torch_model(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookup", [False, True])
 def test_a_peers_greedy_text_is_plain_decodings(lookup):
     pytest.importorskip("torch")

@@ -23,6 +23,7 @@ SIZES = dict(
 WHOLE = {
     "llama": SIZES | {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
     "mistral": SIZES | {"head_dim": 16, "sliding_window": 40},
+    "mixtral": SIZES | {"head_dim": 16, "sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 1},
     "qwen2": SIZES | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     "qwen3": SIZES
     | {
@@ -59,6 +60,8 @@ def as_transformers_reads(name, fields):
         attention_output_bias=getattr(theirs, "attention_bias", False),
         qk_norm=name == "qwen3",
         mlp_bias=getattr(theirs, "mlp_bias", False),
+        num_local_experts=getattr(theirs, "num_local_experts", None),
+        num_experts_per_tok=getattr(theirs, "num_experts_per_tok", None),
     )
 
 
@@ -143,7 +146,7 @@ def test_E6_rope_parameters_that_are_not_supported(scaling, wanted):
     ("fields", "wanted"),
     [
         ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM.*LlamaForCausalLM"),
-        ({"model_type": "mixtral", "architectures": None}, "'mixtral'.*supported are LlamaForCausalLM"),
+        ({"model_type": "phimoe", "architectures": None}, "'phimoe'.*supported are LlamaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import eagle_jax
 
 LAYERS = [
-    {"config", "numerics", "paths", "script", "text"},
+    {"config", "distributed", "numerics", "paths", "script", "sharding", "text"},
     {"tree", "cache", "rope", "sampling", "losses"},
     {"layers"},
     {"target", "head"},
@@ -14,15 +14,19 @@ LAYERS = [
     {"decoding", "eagle"},
     {"completion"},
     {"generation", "training"},
-    {"conversation", "viz"},
+    {"conversation", "pool", "viz"},
     {"gguf_reader", "families", "weights"},
-    {"tokenizers", "embedded"},
+    {"tokenizers", "embedded", "conversations"},
     {"data", "convert"},
-    {"features", "gguf_file", "repository"},
+    {"pipeline", "shards", "gguf_file", "repository"},
+    {"features"},
     {"checkpoint", "loading"},
-    {"measure"},
+    {"measure", "runs", "watching"},
+    {"journal", "prompts", "screening"},
+    {"synthesis"},
     {"figures", "peers"},
-    {"report", "peer_training"},
+    {"evaluation", "peer_training"},
+    {"report"},
 ]
 # Within a layer: what one of its files may import of another.
 SIDEWAYS = {("head", "target")}

@@ -16,7 +16,7 @@ from rig import random_weights, tiny_config
 from safetensors.numpy import load_file, save_file
 
 import eagle_jax as ej
-from eagle_jax import repository
+from eagle_jax import loading, repository
 from eagle_jax.convert import tensor_for, transposed
 from eagle_jax.generation import encode_prompt
 from eagle_jax.layers import causal_mask
@@ -52,6 +52,8 @@ FAMILIES = {
     "llama-yarn": ("Llama", {"rope_scaling": {"rope_type": "yarn", **YARN}}),
     "mistral": ("Mistral", LONG | {"sliding_window": 8}),
     "mistral-full": ("Mistral", LONG | {"sliding_window": None}),
+    "mixtral": ("Mixtral", LONG | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", LONG | {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 8}),
     "qwen2": ("Qwen2", LONG),
     "qwen2-window": ("Qwen2", LONG | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen2-yarn": ("Qwen2", {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 16.0, "attention_factor": 0.9}}),
@@ -99,7 +101,7 @@ class Reference:
         return tokens.tolist(), logits[range(len(tokens)), tokens].numpy()
 
 
-DECODED_QUICKLY = ("llama-dynamic", "mistral", "qwen2-window", "qwen3")
+DECODED_QUICKLY = ("llama-dynamic", "mistral", "mixtral", "qwen2-window", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +264,19 @@ def test_tokenizer_and_template_are_the_directorys(arrays, tmp_path, smollm2):
     assert loaded.apply_chat_template(chat) == smollm2.tokenizer.apply_chat_template(chat)
 
 
+def test_a_target_is_described_without_its_weights(arrays, tmp_path, smollm2):
+    directory = write(tmp_path / "model", arrays)
+    smollm2.tokenizer.save_pretrained(directory)
+    wanted = ej.load_target(directory).config
+    (directory / "model.safetensors").unlink()
+    config, tokenizer = loading.describe_target(directory)
+    assert config == wanted and tokenizer.chat_template == smollm2.tokenizer.chat_template
+    config, tokenizer = loading.describe_target("smollm2-135m")
+    assert config == smollm2.config and tokenizer.get_vocab() == smollm2.tokenizer.get_vocab()
+    with pytest.raises(ValueError, match="There is no target 'nowhere'"):
+        loading.describe_target("nowhere")
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub that holds one repository, `someone/a-model`; what is fetched of it comes into `cache`."""
@@ -286,6 +301,8 @@ def test_hub_repositories_are_fetched_without_other_copies(arrays, hub):
     write(source, arrays, shards=2)
     for decoy in ("consolidated.safetensors", "pytorch_model.bin", "modeling.py", "model-00001-of-00009.safetensors"):
         (source / decoy).write_bytes(b"not wanted")
+    assert loading.describe_target("someone/a-model").config.hidden_size == 64
+    assert {path.name for path in cache.iterdir()} == {"config.json", "model.safetensors.index.json"}
     same(ej.load_target("someone/a-model"), ej.load_target(source))
     assert {path.name for path in cache.iterdir()} == {
         "config.json",

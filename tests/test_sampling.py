@@ -91,6 +91,7 @@ def test_C1_the_joint_law_of_three_tokens_is_the_targets(small_target, config):
     assert p_value(counts, law) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=["temperature", "filters"])
 def test_C2_the_law_is_the_targets_where_the_worst_tokens_are_drafted_first(small_target, config):
     tree = ej.TreeConfig(nodes=20, depth=2, top_k=6)

@@ -1,19 +1,24 @@
 """Bad input to a script: one sentence, a non-zero exit, and nothing loaded before the options are checked."""
 
 import dataclasses
+import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_rig import Letters
+from engine_rig import Letters, make_target
+from rig import tiny_config, tiny_target, word_tokenizer
 
 import eagle_jax as ej
-from eagle_jax import loading
+from eagle_jax import data, features, loading
+from eagle_jax.pool import RowPool
 
 ROOT = Path(__file__).parent.parent
 CHATS = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -184,7 +189,9 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--held-out", "0"], "held_out is 0.0"),
         (["--recipe.learning-rate", "nan"], "learning_rate is nan"),
         (["--recipe.steps", "0"], "steps is 0"),
-        ([], "has 1 conversations, of which 1 would be held out"),
+        ([], "There are 1 conversations, of which 1 would be held out"),
+        (["--online", "--features", "kept"], "but --online keeps none"),
+        (["--mesh.tensor", "3"], "tensor 3"),
     ],
 )
 def test_train_head_refuses(refusal, tmp_path, arguments, message):
@@ -192,6 +199,95 @@ def test_train_head_refuses(refusal, tmp_path, arguments, message):
     paths = ["--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out"]
     assert message in refusal("train/train_head.py", *paths, *arguments)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-length", "0"], "max_length is 0"),
+        (["--shard-tokens", "0"], "shard_tokens is 0"),
+        (["--tokens-per-batch", "-1"], "tokens_per_batch is -1"),
+        (["--process-index", "2", "--process-count", "2"], "process_index is 2; it must be below process_count, 2"),
+        (["--data", "none*.jsonl"], "No file matches 'none*.jsonl'"),
+        (["--data"], "Give at least one file"),
+    ],
+)
+def test_make_features_refuses(refusal, tmp_path, arguments, message):
+    (tmp_path / "chats.jsonl").write_text(CHATS)
+    paths = ["--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out"]
+    assert message in refusal("train/make_features.py", *paths, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "limit is 0"),
+        (["--begin", "-1"], "begin is -1"),
+        (["--max-length", "0"], "max_length is 0"),
+        (["--begin", "1"], "begin is 1, but 1 conversations are kept"),
+        (["--max-length", "3"], "None of 1 conversations is left to train on: 1 without an answer's beginning"),
+    ],
+)
+def test_inspect_data_refuses(refusal, tmp_path, monkeypatch, arguments, message):
+    (tmp_path / "chats.jsonl").write_text(CHATS)
+    monkeypatch.setattr(loading, "describe_target", describe)
+    assert message in refusal("train/inspect_data.py", "--data", tmp_path / "chats.jsonl", *arguments)
+
+
+def describe(_name):
+    return loading.Description(tiny_config(), word_tokenizer())
+
+
+def test_inspect_data_shows_what_carries_loss(tmp_path, monkeypatch, capsys):
+    chats = [[("system", "a"), ("user", "b"), ("assistant", "c d"), ("user", "e"), ("assistant", "f")], [("user", "a")]]
+    lines = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+    (tmp_path / "some chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(loading, "describe_target", describe)
+    monkeypatch.setattr(sys, "argv", ["inspect_data.py", "--data", str(tmp_path / "some *.jsonl")])
+    script = runpy.run_path(str(ROOT / "train/inspect_data.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "<system> a </s> <user> b </s> <assistant> c d </s>" in said
+    assert "1 conversations kept, 1 dropped; 1 without a turn of the assistant's" in said
+    row = data.encode(word_tokenizer(), lines[0]["messages"])
+    text = script["coloured"](word_tokenizer(), row)
+    shown = [(text.plain[span.start : span.end].split(), span.style) for span in text.spans]
+    loss, first, given = (script[name] for name in ("LOSS", "FIRST", "GIVEN"))
+    assert shown == [
+        (["<system>", "a", "</s>", "<user>", "b", "</s>", "<assistant>"], given),
+        (["c"], first),
+        (["d", "</s>"], loss),
+        (["<user>", "e", "</s>", "<assistant>"], given),
+        (["f"], first),
+        (["</s>"], loss),
+    ]
+
+
+def test_make_features_says_what_it_will_take_and_makes_it(tmp_path, monkeypatch, capsys):
+    """First a dry run, which leaves nothing, then the half that is another process's, then the whole."""
+    lines = [CHATS.replace('"b"', f'"{"b c d " * count}"') for count in range(1, 9)]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    target, output = dataclasses.replace(tiny_target(), tokenizer=word_tokenizer()), tmp_path / "the features"
+
+    def run(*arguments, load):
+        paths = ["--data", tmp_path / "chats.jsonl", "--output", output, "--shard-tokens", 48]
+        monkeypatch.setattr(sys, "argv", ["make_features.py", *map(str, [*paths, *arguments])])
+        monkeypatch.setattr(loading, "load_target", load)
+        monkeypatch.setattr(loading, "describe_target", describe)
+        runpy.run_path(str(ROOT / "train/make_features.py"), run_name="__main__")
+        return capsys.readouterr()
+
+    said = run("--dry-run", load=lambda *_: pytest.fail("loaded a model for a dry run")).out
+    assert "148 tokens of 64 numbers in float16: 18.9 kB in 3 shards, of which 18.9 kB in 3 are to be made here" in said
+    assert not output.exists()
+    said = run("--process-index", 1, "--process-count", 2, load=lambda *_: target)
+    assert "in 1 are to be made here" in said.out and "1 of 3 shards are whole" in said.err
+    said = run(load=lambda *_: target)
+    assert "in 2 are to be made here" in said.out and "3 of 3 shards are whole" in said.err
+    assert "minutes left" in said.err
+    rows = data.encode_all(target.tokenizer, data.read_conversations(tmp_path / "chats.jsonl"), 512).rows
+    kept = features.load_or_make(output, target, rows, progress=lambda *_: pytest.fail("made twice"))
+    assert len(kept) == 8
 
 
 def test_train_head_overwrites_no_head(refusal, tmp_path):
@@ -202,16 +298,192 @@ def test_train_head_overwrites_no_head(refusal, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == b"a head"
 
 
-def test_train_head_trains_a_head_that_loads(smollm2, tmp_path, monkeypatch, capsys):
-    """The whole script, small: conversations in, a directory out that decodes as it is."""
+@pytest.mark.slow
+def test_R7_train_head_leaves_a_head_that_decodes(smollm2, tmp_path, monkeypatch, capsys):
+    """The whole script, small: conversations in, a directory out that decodes as it is, and is gone on with."""
     lines = [CHATS.replace('"b"', f'"{word} {word} {word}"') for word in ["one", "two", "three", "four", "five", "six"]]
     (tmp_path / "chats.jsonl").write_text("".join(lines))
-    output = tmp_path / "a head"
-    arguments = ["--data", tmp_path / "chats.jsonl", "--output", output, "--draft-vocabulary", 64, "--held-out", 0.2]
-    arguments += ["--tokens-per-batch", 128, "--evaluate-every", 3, "--recipe.steps", 4, "--recipe.optimizer", "muon"]
-    monkeypatch.setattr(sys, "argv", ["train_head.py", *map(str, arguments)])
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: smollm2)
-    runpy.run_path(str(ROOT / "train/train_head.py"), run_name="__main__")
+
+    def train(output, *more):
+        arguments = [
+            "--data",
+            tmp_path / "chats.jsonl",
+            "--output",
+            output,
+            "--draft-vocabulary",
+            64,
+            "--held-out",
+            0.2,
+        ]
+        arguments += [
+            "--tokens-per-batch",
+            128,
+            "--evaluate-every",
+            3,
+            "--recipe.steps",
+            4,
+            "--recipe.optimizer",
+            "muon",
+        ]
+        arguments += ["--log-every", 1, "--tau-prompts", 1, "--tau-tokens", 6, *more]
+        monkeypatch.setattr(sys, "argv", ["train_head.py", *map(str, arguments)])
+        runpy.run_path(str(ROOT / "train/train_head.py"), run_name="__main__")
+        return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+    output = tmp_path / "a head"
+    records = train(output)
     head = ej.load_head(output, smollm2)
     assert head.ends.lm_head.shape[0] <= 64 and np.all(np.diff(head.ends.vocabulary) > 0)
-    assert "held_out_top1" in (output / "log.jsonl").read_text()
+    done = ej.generate(smollm2, head, "one two", max_new_tokens=4, tree=ej.TreeConfig(kind="chain", nodes=3, depth=2))
+    assert len(done.token_ids) == 4
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert {"held_out_top1", "tau"} <= records[2].keys() and "tau" not in records[1]
+    assert train(output) == records  # nothing is left to do
+    # Features kept in float16 and features made in the step teach the same.
+    online = train(tmp_path / "online", "--online")
+    np.testing.assert_allclose(*([r["loss"] for r in run] for run in (records, online)), rtol=2e-3)
+
+
+# --- Synthesis --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give --prompts, --from-nothing or both"),
+        (["--from-nothing", "-1"], "Give --prompts, --from-nothing or both"),
+        (["--prompts", "nowhere.jsonl"], "There is no file 'nowhere.jsonl'"),
+        (["--from-nothing", "1", "--exclude", "nowhere.jsonl"], "There is no file 'nowhere.jsonl'"),
+        (["--from-nothing", "1", "--rows", "0"], "rows is 0"),
+        (["--from-nothing", "1", "--rounds", "0"], "rounds is 0"),
+        (["--from-nothing", "1", "--limit", "0"], "limit is 0"),
+        (["--from-nothing", "1", "--temperatures", "-1"], "temperature is -1.0"),
+        (["--from-nothing", "1", "--weights", "1"], "There are 1 weights for 3 temperatures"),
+        (["--from-nothing", "1", "--turns", "0"], "turns is 0"),
+        (["--from-nothing", "1", "--tree.nodes", "0"], "TreeConfig.nodes is 0"),
+        (["--from-nothing", "1", "--output", "chats"], "give it the ending .jsonl"),
+    ],
+)
+def test_synthesize_refuses(refusal, tmp_path, arguments, message):
+    assert message in refusal("train/synthesize.py", "--output", tmp_path / "chats.jsonl", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_synthesize_names_a_malformed_line(refusal, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"turn": "a"}\n')
+    paths = ["--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "chats.jsonl"]
+    assert "line 2 is of none of the forms" in refusal("train/synthesize.py", *paths)
+
+
+def test_synthesize_touches_no_file_that_is_not_its_own(refusal, tmp_path):
+    (tmp_path / "chats.jsonl").write_text(CHATS)
+    said = refusal("train/synthesize.py", "--from-nothing", "1", "--output", tmp_path / "chats.jsonl")
+    assert "is there already, without chats.options.json" in said
+    assert (tmp_path / "chats.jsonl").read_text() == CHATS
+
+
+@pytest.fixture
+def synthesize(tmp_path, monkeypatch, capsys):
+    """Runs the script on a tiny target; gives the lines it leaves and what it prints."""
+    target = dataclasses.replace(make_target(vocab_size=13, eos=(3,)), tokenizer=word_tokenizer())
+    monkeypatch.setattr(ej, "load_target", lambda *_, **__: target)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{letter}"}}\n' for letter in "abcdefgh"))
+
+    def run(name, *arguments):
+        output = tmp_path / name / "chats.jsonl"
+        options = ["--rows", 4, "--max-new-tokens", 12, "--max-length", 48, "--loop-repeats", 0]
+        paths = ["--prompts", tmp_path / "prompts.jsonl", "--output", output]
+        monkeypatch.setattr(sys, "argv", ["synthesize.py", *map(str, [*paths, *options, *arguments])])
+        runpy.run_path(str(ROOT / "train/synthesize.py"), run_name="__main__")
+        return output.read_text(), capsys.readouterr().out
+
+    run.said = lambda: capsys.readouterr().out
+    return run
+
+
+def test_synthesize_goes_on_after_an_interruption(synthesize, monkeypatch, tmp_path):
+    """Ctrl-C ends it after the rounds it is at; the same command then leaves what an unbroken run leaves."""
+    nothing = ["--from-nothing", "12"]
+    whole, said = synthesize("whole", *nothing)
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert f"{len(records)} conversations; dropped: " in said and "tokens/s" in said
+    assert {"id", "messages", "temperature", "finished", "source", "seed"} == records[0].keys()
+    assert {record["source"] for record in records} == {"prompt", "nothing"}
+    assert len({json.dumps(record["messages"]) for record in records}) == len(records)
+
+    step = RowPool.step
+    steps = iter(range(4))
+
+    def interrupted(pool):
+        if next(steps, None) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(pool)
+
+    monkeypatch.setattr(RowPool, "step", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        synthesize("broken", *nothing)
+    assert caught.value.code == 130 and "the same command goes on from here" in synthesize.said()
+    left = (tmp_path / "broken" / "chats.jsonl").read_text().splitlines()
+    assert 0 < len(left) < len(records)
+    assert synthesize("broken", *nothing, "--rows", "3")[0] == whole
+
+
+def test_synthesize_may_be_asked_for_more(synthesize):
+    """More prompts and more from nothing are added to those that are there; other options are refused."""
+    whole, _ = synthesize("whole", "--from-nothing", "6")
+    few, _ = synthesize("few", "--from-nothing", "3", "--limit", "4")
+    assert 0 < len(few) < len(whole)
+    assert synthesize("few", "--from-nothing", "6")[0] == whole
+    with pytest.raises(SystemExit) as caught:
+        synthesize("few", "--from-nothing", "6", "--turns", "2")
+    assert "was made with turns 1, not 2" in str(caught.value.code)
+
+
+def test_synthesize_keeps_evaluation_texts_out(synthesize, tmp_path):
+    whole, _ = synthesize("whole")
+    said = json.loads(whole.splitlines()[0])["messages"][1]["content"]
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"turns": [said.upper()]}) + "\n")
+    rest, report = synthesize("rest", "--exclude", str(tmp_path / "questions.jsonl"))
+    assert rest.splitlines() == whole.splitlines()[1:] and "1 overlap" in report
+
+
+@pytest.mark.slow
+def test_synthesize_killed_and_run_again_leaves_what_an_unbroken_run_leaves(smollm2, tmp_path):
+    """With the embedded model, whatever was half written."""
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Name a {thing}."}) + "\n" for thing in ("colour", "fruit", "river", "city"))
+    )
+    options = ["--prompts", tmp_path / "prompts.jsonl", "--from-nothing", 8, "--rows", 4, "--rounds", 4]
+    options += ["--max-new-tokens", 40, "--max-length", 128, "--output"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def command(name):
+        return [sys.executable, *map(str, [ROOT / "train/synthesize.py", *options, tmp_path / name / "chats.jsonl"])]
+
+    subprocess.run(command("whole"), check=True, capture_output=True, env=environment)
+    broken, kills = tmp_path / "broken" / "chats.jsonl", 0
+    for wanted in (1, 4):
+        process = subprocess.Popen(command("broken"), stderr=subprocess.DEVNULL, env=environment)
+        while process.poll() is None:
+            if broken.exists() and broken.read_bytes().count(b"\n") >= wanted:
+                process.kill()
+                kills += process.wait() == -signal.SIGKILL
+            time.sleep(0.01)
+        with open(broken, "a") as file:
+            file.write('{"id": "nothing-')
+    subprocess.run(command("broken"), check=True, capture_output=True, env=environment)
+    assert kills == 2
+    assert broken.read_text() == (tmp_path / "whole" / "chats.jsonl").read_text()
+    for line in broken.read_text().splitlines():
+        record = json.loads(line)
+        given = record["source"] == "prompt"
+        done = ej.generate(
+            smollm2,
+            None,
+            [record["messages"][:1]],
+            seed=[record["seed"] + 1 - given],
+            sampling=ej.SamplingConfig(temperature=record["temperature"]),
+            max_new_tokens=40,
+        )[0]
+        assert record["messages"][1]["content"] == done.text.strip()

@@ -196,6 +196,7 @@ def test_unrolling_once_is_eagle(target):
     assert {"top1_2", "top1_3"} <= metrics.keys()
 
 
+@pytest.mark.slow
 def test_unrolled_training_keeps_the_later_levels_right(target):
     """At the same first pass a head that was trained on its own guesses errs less on them."""
     batch = batch_of(target)

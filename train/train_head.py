@@ -1,117 +1,217 @@
-"""Trains an EAGLE head for a target on conversations.
+"""Trains an EAGLE head for a target on conversations; run again with the same options, it goes on where it was ended.
 
     python train/train_head.py --data conversations.jsonl --output runs/head
+    python train/train_head.py --data "chats/*.jsonl" --output runs/head --recipe.unroll 3 --recipe.optimizer muon
+    python train/train_head.py --data chats.jsonl --output runs/head --target lmsys/vicuna-7b-v1.3 --online
 
-Data: one `{"messages": [{"role", "content"}, ...]}` a line, best written by the target itself. The last 5 % of lines
-stay unseen and are what the reported accuracy is measured on. The output directory loads with `eagle_jax.load_head`.
-Expect about 1,500 tokens/s for smollm2-135m on two CPU cores, and a top-1 accuracy of half or more after a few passes.
+Data: conversations in JSONL, best written by the target itself (train/synthesize.py). The last 5 % of them stay unseen:
+held-out accuracy and live tau are of those. The target's features are kept in files, or with --online computed in each
+step, as larger targets need. The output directory decodes at any time after the first save: the best head by tau, else
+the latest. docs/scaling.md has several devices and machines. Expect about 2,000 tokens/s for smollm2-135m on two CPU
+cores that nothing else uses, a third of it with --recipe.unroll 3.
 """
 
 import dataclasses
-import json
 import sys
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from eagle_jax import checkpoint, data, features, loading, training
-from eagle_jax.head import Head, HeadModel
+import eagle_jax as ej
+from eagle_jax import checkpoint, data, distributed, evaluation, features, generation, loading, sharding, training
+from eagle_jax.data import Row, Turns
+from eagle_jax.head import Head, frozen_ends
 from eagle_jax.losses import LossSums
+from eagle_jax.pipeline import BatchConfig, Pipeline
+from eagle_jax.runs import Run
 from eagle_jax.script import require, run
+from eagle_jax.target import features_of
+from eagle_jax.watching import Watcher
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    data: Path  # conversations in JSONL
-    output: Path  # where the head is left, and the log; must hold neither yet
+    data: tuple[str, ...]  # conversations in JSONL: files or globs
+    output: Path  # the run's directory; one that holds its steps is gone on with
     target: str = "smollm2-135m"
-    start: Path | None = None  # a head to start from, with its draft vocabulary; default: random
+    dtype: Literal["float32", "bfloat16"] | None = (
+        None  # what is computed in; masters are float32. Default: the target's
+    )
+    start: str = "random"  # or "last-layer" (of the target), or a head to start from, with its draft vocabulary
     features: Path | None = None  # where features are kept; default: OUTPUT/features
+    online: bool = False  # compute features in the step and keep none
     max_length: int = 512  # tokens a conversation is cut at
-    tokens_per_batch: int = 2048
+    turns: Turns = "all"  # the assistant's turns that carry loss
+    tokens_per_batch: int = 2048  # of all devices and pieces together
     draft_vocabulary: int = 8192  # most frequent tokens that the head drafts over; 0 = all
-    held_out: float = 0.05  # share of lines, from the end, that are not trained on
-    evaluate_every: int = 500  # steps; the head is saved then too
-    log_every: int = 50  # steps
+    loss_vocabulary: int = 0  # most frequent tokens that the cross-entropy is over; 0 = those that are drafted
+    held_out: float = 0.05  # share of conversations, from the end, that are not trained on
+    tau_prompts: int = 8  # of them, decoded for live tau; 0 = none. Of several processes none decodes
+    tau_tokens: int = 64  # new ones for each prompt
+    evaluate_every: int = 500  # optimizer steps
+    save_every: int = 250  # optimizer steps; an evaluation saves too
+    log_every: int = 50  # optimizer steps
+    keep_last: int = 2
+    keep_best: int = 1
+    tensorboard: bool = False
+    tree: ej.TreeConfig = ej.TreeConfig(nodes=24, depth=5, top_k=6)  # for live tau
     recipe: training.TrainConfig = training.TrainConfig()
+    mesh: sharding.MeshConfig = sharding.MeshConfig()
+    processes: distributed.ProcessConfig = distributed.ProcessConfig()
 
     def __post_init__(self):
-        for name in ("max_length", "tokens_per_batch", "evaluate_every", "log_every"):
+        for name in ("max_length", "tokens_per_batch", "tau_tokens", "evaluate_every", "save_every", "log_every"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be at least 1.")
-        require(self.draft_vocabulary >= 0, f"draft_vocabulary is {self.draft_vocabulary}; it must be 0 or more.")
+        for name in ("draft_vocabulary", "loss_vocabulary", "tau_prompts"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 or more.")
         require(0 < self.held_out < 1, f"held_out is {self.held_out}; it must be between 0 and 1.")
-        for name in ("log.jsonl", checkpoint.WEIGHTS):
-            path = self.output / name
-            require(not path.exists(), f"{path} is there already; give another output directory or remove it.")
+        require(len(self.data) > 0, "Give at least one file of conversations.")
+        require(
+            not (self.online and self.features),
+            "features are kept in files, but --online keeps none; give one of them.",
+        )
+        if not (self.output / "steps").is_dir():
+            path = self.output / checkpoint.WEIGHTS
+            require(not path.exists(), f"{path} is there already, but no steps to go on from; give another directory.")
+
+    def binding(self) -> dict[str, Any]:
+        """What a run can only be gone on with."""
+        left_out = ("output", "features", "tau_prompts", "tau_tokens", "tensorboard", "tree", "mesh", "processes")
+        intervals = ("evaluate_every", "save_every", "log_every", "keep_last", "keep_best")
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in left_out + intervals}
 
 
 def main(options: Options) -> None:
+    distributed.start(options.processes)
+    mesh = sharding.make_mesh(options.mesh)
     conversations = data.read_conversations(options.data)
     unseen = max(1, round(options.held_out * len(conversations)))
     require(
         unseen < len(conversations),
-        f"{options.data} has {len(conversations)} conversations, of which {unseen} would be held out; give more.",
+        f"There are {len(conversations)} conversations, of which {unseen} would be held out; give more.",
     )
-    options.output.mkdir(parents=True, exist_ok=True)
-    target = loading.load_target(options.target)
-    kept = data.encode_all(target.tokenizer, conversations[:-unseen], options.max_length)
-    held = data.encode_all(target.tokenizer, conversations[-unseen:], options.max_length)
-    print(f"train: {len(kept.rows)} rows ({kept.dropped} dropped, {kept.truncated} cut), held out: {len(held.rows)}")
+    target = loading.load_target(options.target, dtype=options.dtype, mesh=None if mesh.size == 1 else mesh)
+    encode = partial(data.encode_all, target.tokenizer, max_length=options.max_length, turns=options.turns)
+    kept, held = encode(conversations[:-unseen]), encode(conversations[-unseen:])
+    if distributed.is_main():
+        print(f"train: {kept.summary()}\nheld out: {held.summary()}", flush=True)
+    with jax.set_mesh(mesh):
+        train(options, mesh, target, kept.rows, held.rows, tau_prompts(options, target, conversations[-unseen:]))
 
-    # Float32 whatever the target's dtype: an optimizer's small steps would round to nothing in bfloat16.
-    if options.start is None:
-        vocabulary = None
-        if 0 < options.draft_vocabulary < target.config.vocab_size:
-            vocabulary = data.frequent_tokens(kept.rows, options.draft_vocabulary, target.config.vocab_size)
-        head = Head.random(target, seed=options.recipe.seed, vocabulary=vocabulary, dtype=jnp.float32)
-    else:
-        head = checkpoint.load_head(options.start, target, dtype=jnp.float32)
-    graphdef, params = nnx.split(head.model)
-    state = training.init_state(params, options.recipe)
 
-    rows = kept.rows + held.rows
-    store = features.load_or_make(
-        options.features or options.output / "features",
-        target,
-        rows,
-        progress=lambda done, total: print(f"features: {done} of {total} tokens", end="\r", file=sys.stderr),
+def begin(options: Options, target: ej.Target, rows: list[Row]) -> Head:
+    """The head that training begins with, in float32: an optimizer's small steps would round to nothing in bfloat16."""
+    if options.start not in ("random", "last-layer"):
+        return checkpoint.load_head(options.start, target, dtype=jnp.float32)
+    vocabulary = None
+    if 0 < options.draft_vocabulary < target.config.vocab_size:
+        vocabulary = data.frequent_tokens(rows, options.draft_vocabulary, target.config.vocab_size)
+    make = Head.random if options.start == "random" else Head.from_last_layer
+    return make(target, seed=options.recipe.seed, vocabulary=vocabulary, dtype=jnp.float32)
+
+
+def tau_prompts(options: Options, target: ej.Target, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
+    """What users ask first in unseen conversations."""
+    if jax.process_count() > 1:
+        return []
+    asked = [messages[: [m["role"] for m in messages].index("assistant")] for messages in conversations]
+    prompts = [generation.encode_prompt(target, messages) for messages in asked[: options.tau_prompts]]
+    return [prompt for prompt in prompts if len(prompt) < options.max_length]
+
+
+def batches_of(options: Options, mesh: Mesh, target: ej.Target, seen: list[Row], held: list[Row]) -> list[Pipeline]:
+    """This process's batches of the rows that are trained on, and of those that are not."""
+    multiple = sharding.row_multiple(mesh)
+    own = sharding.process_rows(mesh, multiple)
+    share = {"process_index": own.start // (own.stop - own.start), "process_count": multiple // (own.stop - own.start)}
+    config = BatchConfig(
+        tokens_per_batch=options.tokens_per_batch,
+        accumulate=options.recipe.accumulate,
+        rows_multiple=multiple,
+        seed=options.recipe.seed,
     )
-    plan = {"tokens_per_batch": options.tokens_per_batch, "bucket": 64, "seed": options.recipe.seed}
-    lengths = [len(row.tokens) for row in rows]
-    unseen_plans = data.epoch_plan(lengths[len(kept.rows) :], epoch=0, **plan)
+    whole = dataclasses.replace(config, accumulate=1)
+    if options.online:
+        return [Pipeline(seen, config, **share), Pipeline(held, whole, **share)]
+    directory = options.features or options.output / "features"
+    if jax.process_count() > 1:
+        missing = features.claim(directory, target, seen + held).missing()
+        require(not missing, f"{directory} lacks {len(missing)} shards of features; run train/make_features.py first.")
+    said = lambda done, total: print(f"features: {done} of {total} tokens", end="\r", file=sys.stderr)  # noqa: E731
+    store = features.load_or_make(directory, target, seen + held, progress=said)
+    parts = [store[index] for index in range(len(seen))], [store[index] for index in range(len(seen), len(store))]
+    return [
+        Pipeline(seen, config, features=parts[0], **share),
+        Pipeline(held, whole, features=parts[1], **share),
+    ]
 
-    def evaluate(head_state: nnx.State) -> dict[str, float]:
+
+def train(
+    options: Options, mesh: Mesh, target: ej.Target, seen: list[Row], held: list[Row], prompts: list[list[int]]
+) -> None:
+    recipe, rules = options.recipe, sharding.ShardingRules(key_dim=target.config.key_dim)
+    trained_on, unseen = batches_of(options, mesh, target, seen, held)
+    head = begin(options, target, seen)
+    graphdef = training.compute_graphdef(head.config, target.dtype)
+    target_graphdef, target_params = nnx.split(target.model)
+    ends = loss_ends = head.ends
+    if options.loss_vocabulary:
+        loss_ends = frozen_ends(target, data.frequent_tokens(seen, options.loss_vocabulary, target.config.vocab_size))
+    params = nnx.split(head.model)[1]
+    if mesh.size > 1:
+        params, ends, loss_ends = (sharding.shard(tree, mesh, rules) for tree in (params, ends, loss_ends))
+    state = sharding.create(partial(training.init_state, config=recipe), params, mesh=mesh, rules=rules)
+    options_of_step = {"graphdef": graphdef, "config": recipe, "target_graphdef": target_graphdef}
+    step_once = sharding.in_place(partial(training.train_step, **options_of_step), state)
+
+    def placed(pipeline: Pipeline, batch: training.Batch, axis: int) -> training.Batch:
+        rows = batch.tokens.shape[axis] * pipeline.process_count
+        return sharding.shard_batch(batch, mesh, rows, axis=axis)
+
+    def evaluate(state: training.TrainState) -> dict[str, float]:
         total = LossSums.zero()
-        for plans in unseen_plans:
-            shifted = [index + len(kept.rows) for index in plans.indices]
-            batch = store.batch(shifted, plans.length, plans.size)
-            sums = training.evaluate_step(head_state, head.ends, batch, graphdef=graphdef)
+        for batch in unseen.batches(0, unseen.order.steps_per_epoch):
+            batch = placed(unseen, batch, axis=0)
+            if batch.features is None:
+                batch = batch._replace(features=features_of(target_graphdef, target_params, batch.tokens))
+            sums = training.evaluate_step(state.head, ends, batch, graphdef=graphdef)
             total = jax.tree.map(jnp.add, total, sums)
-        return {f"held_out_{key}": float(x) for key, x in training.metrics_of([total], options.recipe).items()}
+        found = {f"held_out_{name}": float(x) for name, x in training.metrics_of([total], recipe).items()}
+        if prompts:
+            tau = evaluation.live_tau(
+                target, head, state.head, prompts, options.tree, max_new_tokens=options.tau_tokens
+            )
+            found |= tau
+        return found
 
-    started, tokens = time.time(), 0
-    with open(options.output / "log.jsonl", "x") as log:
-        for step, plans in enumerate(data.plan_from(lengths[: len(kept.rows)], step=0, **plan), start=1):
-            batch = store.batch(plans.indices, plans.length, plans.size)
-            state, metrics = training.train_step(state, head.ends, batch, graphdef=graphdef, config=options.recipe)
-            tokens += sum(lengths[index] for index in plans.indices)
-            last = step == options.recipe.steps
-            record: dict[str, float] = {}
-            if last or step % options.evaluate_every == 0:
-                record |= evaluate(state.head)
-                trained: HeadModel = nnx.merge(graphdef, state.head)
-                checkpoint.save_head(dataclasses.replace(head, model=trained), options.output)
-            if record or step % options.log_every == 0:
-                record |= {key: float(value) for key, value in metrics.items()}
-                record |= {"step": step, "tokens": tokens, "tokens_per_second": tokens / (time.time() - started)}
-                log.write(json.dumps(record) + "\n")
-                log.flush()
-                print({key: round(value, 4) for key, value in record.items()}, flush=True)
-            if last:
-                return
+    with Run(
+        options.output, head, options.binding(), keep_last=options.keep_last, keep_best=options.keep_best
+    ) as saved:
+        restored = saved.restore(state)
+        begun, tokens = 0, 0
+        if restored is not None:
+            state, begun, tokens = restored.state, restored.step, restored.progress["tokens"]
+        watch = {"every": options.log_every, "tensorboard": options.tensorboard}
+        with Watcher(options.output, steps=recipe.steps, begun=begun, tokens=tokens, **watch) as watcher:
+            for step, batch in enumerate(trained_on.batches(begun, recipe.steps), start=begun + 1):
+                batch = placed(trained_on, batch, axis=int(recipe.accumulate > 1))
+                state, metrics = step_once(state, loss_ends, batch, target_params if options.online else None)
+                tokens += trained_on.order.tokens_at(step - 1)
+                watcher.step(step, metrics, tokens)
+                last, score = step == recipe.steps, None
+                if last or step % options.evaluate_every == 0:
+                    found = evaluate(state)
+                    watcher.note(found)
+                    score = found.get("tau", found["held_out_top1"])
+                if score is not None or step % options.save_every == 0:
+                    watcher.flush()
+                    saved.save(state, score=score, progress={"tokens": tokens})
 
 
 if __name__ == "__main__":

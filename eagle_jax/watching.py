@@ -1,0 +1,205 @@
+"""Watching a run: a progress bar, records in JSONL, and TensorBoard by option.
+
+What a step reports is fetched when the next one has been handed to the device, so that the host never stands between
+two steps. The records are a function of the run alone: what depends on the machine, such as tokens/s, is in the bar and
+in TensorBoard. So a run that was killed and resumed leaves the records of an unbroken one.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LOG = "log.jsonl"
+SPEED_STEPS = 50  # that the shown speed is over
+LOSSES = ("loss", "regression", "cross_entropy")
+ACCURACIES = ("top1", "top3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reported:
+    """What one step said, still on the device, and what was found out about its head."""
+
+    step: int
+    tokens: int
+    metrics: Mapping[str, jax.Array]
+    notes: dict[str, float]
+
+
+class Watcher:
+    """Takes in what each step reports; a context manager. Of several processes the first one shows and writes."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        steps: int,
+        begun: int = 0,
+        tokens: int = 0,
+        every: int = 50,
+        tensorboard: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Opens the log for more; what it holds of steps after `begun` is taken off.
+
+        Args:
+          directory: of the run; the log is `log.jsonl` there, TensorBoard's files are in `tensorboard/`.
+          steps: optimizer steps of the whole run.
+          begun: the step that the run goes on from.
+          tokens: what it has been trained on up to there.
+          every: optimizer steps between two records. The last step has one too, and so has every step with notes.
+
+        Raises:
+          RuntimeError: TensorBoard is wanted, but tensorboardX is not installed.
+        """
+        if every < 1:
+            raise ValueError(f"every is {every}; it must be at least 1.")
+        self._steps, self._every, self._clock = steps, every, clock
+        self._writes = jax.process_index() == 0
+        self._waiting: _Reported | None = None
+        self._speeds: deque[tuple[float, int]] = deque([(clock(), tokens)], maxlen=SPEED_STEPS + 1)
+        self._console = console or Console(stderr=True)
+        self._path = Path(directory).absolute() / LOG
+        self._board: Any = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not (self._writes and self._console.is_terminal),
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=begun, said="")
+        if self._writes:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if tensorboard:
+                self._board = _board(self._path.parent / "tensorboard", begun)
+            cut_log(self._path, begun)
+        self._bar.start()
+
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, step: int, metrics: Mapping[str, jax.Array], tokens: int) -> None:
+        """Takes in what step `step` reports, and shows what the one before it did.
+
+        Args:
+          step: optimizer steps taken.
+          metrics: `train_step`'s, on the device.
+          tokens: that the run has been trained on, all in all.
+        """
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._show()
+        self._waiting = _Reported(step=step, tokens=tokens, metrics=metrics, notes={})
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Adds figures of the head to the last step's record, such as `live_tau`'s."""
+        assert self._waiting is not None
+        self._waiting.notes.update(values)
+
+    def flush(self) -> None:
+        """Shows the last step too, so that its record is on the disk; to be called before a step is saved.
+
+        Raises:
+          OSError: the log cannot be written.
+        """
+        self._show()
+
+    def close(self) -> None:
+        """Shows what there is and ends the bar."""
+        try:
+            self._show()
+        finally:
+            self._bar.stop()
+            if self._board is not None:
+                self._board.close()
+
+    def _show(self) -> None:
+        reported, self._waiting = self._waiting, None
+        if reported is None or not self._writes:
+            return
+        step = reported.step
+        values = {name: float(value) for name, value in jax.device_get(dict(reported.metrics)).items()} | reported.notes
+        self._speeds.append((self._clock(), reported.tokens))
+        (begin, tokens), (end, more) = self._speeds[0], self._speeds[-1]
+        speed = (more - tokens) / (end - begin) if end > begin else 0.0
+        said = summary(values, speed)
+        self._bar.update(self._task, completed=step, said=said)
+        if not (step % self._every == 0 or step == self._steps or reported.notes):
+            return
+        record = {"step": step, "tokens": reported.tokens} | values
+        self._write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        if self._board is not None:
+            for name, value in (values | {"tokens": reported.tokens, "tokens_per_second": speed}).items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        if self._bar.disable:
+            self._console.print(f"step {step} of {self._steps}: {said}", markup=False, highlight=False)
+
+    def _write(self, line: str) -> None:
+        """Appends to the log, and has all of it on the disk."""
+        try:
+            with open(self._path, "a", encoding="utf-8") as log:
+                log.write(line)
+                log.flush()
+                os.fsync(log.fileno())
+        except OSError as error:
+            raise OSError(f"{self._path} cannot be written ({error}); make room and go on.") from error
+
+
+def summary(values: Mapping[str, float], speed: float) -> str:
+    """A line for people: loss terms, accuracy, tau where it was measured, and tokens/s."""
+    found = [f"{name.replace('_', ' ')} {values[name]:.3f}" for name in LOSSES if name in values]
+    found += [f"{name} {values[name]:.1%}" for name in ACCURACIES if name in values]
+    found += [f"tau {values['tau']:.2f}"] if "tau" in values else []
+    return ", ".join([*found, f"{speed:,.0f} tokens/s"])
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Takes off what a log holds of later steps than `step`, and a line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(line)
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_bytes(b"".join(kept))
+    os.replace(scratch, path)
+
+
+def _plain(record: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no numbers that are none."""
+    return {name: value if math.isfinite(value) else None for name, value in record.items()}
+
+
+def _board(directory: Path, begun: int) -> Any:
+    try:
+        tensorboard = importlib.import_module("tensorboardX")
+    except ImportError as error:
+        raise RuntimeError(
+            'TensorBoard needs tensorboardX, which is not installed; pip install "eagle_jax[tensorboard]".'
+        ) from error
+    # Of what an earlier process wrote, steps from there on are not shown.
+    return tensorboard.SummaryWriter(str(directory), purge_step=begun + 1, filename_suffix=f".{begun}")
