@@ -58,7 +58,6 @@ def problem(options: Options, width: int) -> tuple[ej.Head, training.Batch]:
         intermediate_size=width * 8 // 3,
         num_hidden_layers=1,
         num_attention_heads=width // 64,
-        num_key_value_heads=max(1, width // 192),
     )
     head = ej.Head.random(ej.Target.random(config))
     random = np.random.default_rng(0)
