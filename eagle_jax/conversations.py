@@ -6,6 +6,7 @@ teaches nothing is left to `data.encode_all`.
 """
 
 import glob
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,11 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[list[Mess
     return _read(path, _question, "question", limit)
 
 
+def before_answer(messages: Sequence[Message]) -> list[Message]:
+    """What stands before the first answer; all of it where there is none."""
+    return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+
+
 def files_of(paths: Paths) -> list[Path]:
     """The files that paths and globs name, each once; those of a glob in the order of their names.
 
@@ -65,7 +71,7 @@ def files_of(paths: Paths) -> list[Path]:
 
 def _read(path: str | Path, parse: Callable[[bytes, str], Read], what: str, limit: int | None = None) -> list[Read]:
     found: list[Read] = []
-    for line, where in _lines(path):
+    for line, where in lines_of(path):
         if len(found) == limit:
             break
         found.append(parse(line, where))
@@ -74,7 +80,7 @@ def _read(path: str | Path, parse: Callable[[bytes, str], Read], what: str, limi
     return found
 
 
-def _lines(path: str | Path) -> Iterator[tuple[bytes, str]]:
+def lines_of(path: str | Path) -> Iterator[tuple[bytes, str]]:
     """Lines that are not empty, and where each is."""
     with open(path, "rb") as lines:  # as bytes, so that a line that is no UTF-8 is found with its number
         for number, line in enumerate(lines, start=1):
@@ -114,9 +120,7 @@ def _question(line: bytes, where: str) -> list[Message]:
             return [{"role": "user", "content": turn}]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f'{where} is not of the form {{"turns": ["..."]}} ({error!r}).') from error
-    messages = _conversation(line, where)
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    question = messages[: answers[0]] if answers else messages
+    question = before_answer(_conversation(line, where))
     if not question:
         raise ValueError(f"{where} asks nothing: no message of the system's or the user's stands before an answer.")
     return question

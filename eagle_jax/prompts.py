@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_jax.conversations import ROLES, Message
+from eagle_jax.conversations import ROLES, Message, before_answer, lines_of
 
 FORMS = '{"prompt": "..."}, {"turns": ["...", ...]} or {"messages": [{"role", "content"}, ...]}'
 
@@ -26,7 +26,7 @@ def read_openings(path: str | Path, limit: int | None = None) -> list[Opening]:
       ValueError: a line is of none of the forms, with file and line number; or there is none.
     """
     openings: list[Opening] = []
-    for where, fields in _lines(path):
+    for where, fields in _values(path):
         if len(openings) == limit:
             break
         try:
@@ -45,7 +45,7 @@ def read_texts(path: str | Path) -> list[str]:
       ValueError: a line is not JSON, with file and line number.
     """
     texts: list[str] = []
-    for _, value in _lines(path):
+    for _, value in _values(path):
         left = [value]
         while left:
             value = left.pop()
@@ -56,30 +56,26 @@ def read_texts(path: str | Path) -> list[str]:
     return texts
 
 
-def _lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+def _values(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The JSON values of a file's lines, each with its place for errors."""
-    with open(path, "rb") as lines:  # as bytes, so that a line that is no UTF-8 is found with its number
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                try:
-                    yield where, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{where} is not JSON ({error}).") from error
+    for line, where in lines_of(path):
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is not JSON ({error}).") from error
 
 
 def _opening(fields: Any) -> Opening:
     if "messages" in fields:
         messages = [{"role": message["role"], "content": _text(message["content"])} for message in fields["messages"]]
-        roles = [message["role"] for message in messages]
-        unknown = set(roles) - set(ROLES)
+        unknown = {message["role"] for message in messages} - set(ROLES)
         if unknown:
             raise TypeError(f"unknown role {unknown.pop()!r}")
-        first = roles.index("assistant") if "assistant" in roles else len(roles)
-        if first == 0 or roles[first - 1] != "user":
+        asked = before_answer(messages)
+        if not asked or asked[-1]["role"] != "user":
             raise TypeError("no user's turn stands before the first answer")
-        later = [message["content"] for message in messages[first:] if message["role"] == "user"]
-        return Opening(tuple(messages[:first]), tuple(later))
+        later = [message["content"] for message in messages[len(asked) :] if message["role"] == "user"]
+        return Opening(tuple(asked), tuple(later))
     turns = [fields["prompt"]] if "prompt" in fields else fields["turns"]
     if not isinstance(turns, list):
         raise TypeError("turns are no list")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle_jax.conversations import files_of, read_conversations, read_questions
+from eagle_jax.conversations import before_answer, files_of, read_conversations, read_questions
 
 TURNS = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SHAREGPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -80,3 +80,10 @@ def test_a_question_needs_something_to_be_answered(tmp_path):
     path = write(tmp_path / "answers.jsonl", {"messages": TURNS}, {"messages": TURNS[2:]})
     with pytest.raises(ValueError, match="line 2 asks nothing"):
         read_questions(path)
+
+
+def test_what_stands_before_an_answer():
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    assert before_answer([asked, answer, asked]) == [asked]
+    assert before_answer([answer]) == []
+    assert before_answer([asked]) == [asked]

@@ -8,7 +8,7 @@ Data: conversations in JSONL, best written by the target itself (train/synthesiz
 held-out accuracy and live tau are of those. The target's features are kept in files, or with --online computed in each
 step, as larger targets need. The output directory decodes at any time after the first save: the best head by tau, else
 the latest. docs/scaling.md has several devices and machines. Expect about 2,000 tokens/s for smollm2-135m on two CPU
-cores that nothing else uses, a third of it with --recipe.unroll 3.
+cores that nothing else uses, and less with --recipe.unroll.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 import eagle_jax as ej
 from eagle_jax import checkpoint, data, distributed, evaluation, features, generation, loading, sharding, training
+from eagle_jax.conversations import before_answer
 from eagle_jax.data import Row, Turns
 from eagle_jax.head import Head, frozen_ends
 from eagle_jax.losses import LossSums
@@ -120,7 +121,8 @@ def tau_prompts(options: Options, target: ej.Target, conversations: list[list[di
     """What users ask first in unseen conversations."""
     if jax.process_count() > 1:
         return []
-    asked = [messages[: [m["role"] for m in messages].index("assistant")] for messages in conversations]
+    # What has no answer, or nothing before it, is left out of training and is no prompt either.
+    asked = [asked for messages in conversations if (asked := before_answer(messages)) and len(asked) < len(messages)]
     prompts = [generation.encode_prompt(target, messages) for messages in asked[: options.tau_prompts]]
     return [prompt for prompt in prompts if len(prompt) < options.max_length]
 
