@@ -67,7 +67,8 @@ class DecodeState:
     finish: Array  # i32[B], RUNNING, STOPPED or AT_LIMIT
     cache: kv.KVCache  # the target's
     draft: Any  # the drafter's state
-    last_feature: Array  # [B, E], of the prompt's last token
+    last_token: Array  # i32[B], the prompt's
+    last_feature: Array  # [B, E], the target's for it
     seen: Array | None  # bool[B, V], tokens of the row; kept for the repetition penalty only
     keys: Array  # key[B]
     settings: RowSettings
@@ -104,6 +105,7 @@ def init_state(
             dtype=dtype,
         ),
         draft=program.drafter.init(params.drafter, batch, capacity),
+        last_token=zeros,
         last_feature=jnp.zeros((batch, config.hidden_size), dtype),
         seen=seen,
         keys=keys,
@@ -152,14 +154,15 @@ def _write_chunk(
     program: Program,
 ) -> DecodeState:
     row, place = jnp.arange(tokens.shape[0]), jnp.arange(tokens.shape[1] - 1)
-    last = features[row, jnp.maximum(count - 1, 0)]
-    chunk = Committed(features, tokens[:, 1:], pairs)
+    last = jnp.maximum(count - 1, 0)
+    chunk = Committed(tokens[:, :-1], features, tokens[:, 1:], pairs)
     return dataclasses.replace(
         state,
         cache=kv.commit(state.cache, rows, count),
         draft=program.drafter.prefill(params.drafter, state.draft, chunk),
         prompt_length=state.prompt_length + count,
-        last_feature=jnp.where((count > 0)[:, None], last, state.last_feature),
+        last_token=jnp.where(count > 0, tokens[row, last], state.last_token),
+        last_feature=jnp.where((count > 0)[:, None], features[row, last], state.last_feature),
         seen=_mark(state.seen, tokens[:, :-1], place < count[:, None]),
     )
 
@@ -169,9 +172,10 @@ def first_token(params: Params, state: DecodeState, *, program: Program) -> Deco
     """Draws the token after the prompt, the first root, from the prefill's last feature."""
     target = nnx.merge(program.target, params.target)
     logits = target.logits(state.last_feature)
-    token = _choose(program, state, logits, state.prompt_length, state.seen)
+    token = _sampler(program, state, state.prompt_length).choose(logits, 0, state.seen)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)
-    return _emit(program, params, state, token[:, None], logprob, jnp.ones_like(token), state.last_feature[:, None])
+    last = Committed(state.last_token[:, None], state.last_feature[:, None], token[:, None], jnp.ones_like(token))
+    return _emit(program, params, state, last, logprob)
 
 
 class Round(NamedTuple):
@@ -186,25 +190,23 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[
     drafter, target = program.drafter, nnx.merge(program.target, params.target)
     row, running = jnp.arange(state.emitted.shape[0]), state.finish == RUNNING
     root = state.tokens[row, jnp.maximum(state.emitted - 1, 0)]
-    tree, draft = drafter.propose(params.drafter, state.draft, root)
-
     position = state.cache.length  # of the root
+    sampler = _sampler(program, state, position + 1)
+    tree, draft = drafter.propose(params.drafter, state.draft, root, sampler)
     features, rows = target(
         tree.tokens, position[:, None] + tree.depths, ancestor_mask(tree.parents, drafter.depth), state.cache
     )
 
-    def choose(logits: Array, level: Array, seen: Array | None) -> Array:
-        return _choose(program, state, logits, position + level + 1, seen)
-
-    if program.logits_on_walk:
+    choices = None
+    if program.logits_on_walk and not drafter.wants_choices:
         feature_at = verify.of_nodes(features)
-        accepted = verify.walk(
-            tree, lambda node: target.logits(feature_at(node)), choose, drafter.depth, running, state.seen
-        )
+        logits_at = lambda node: target.logits(feature_at(node))  # noqa: E731
     else:
-        accepted = verify.walk(
-            tree, verify.of_nodes(target.logits(features)), choose, drafter.depth, running, state.seen
-        )
+        logits = target.logits(features)
+        logits_at = verify.of_nodes(logits)
+        if drafter.wants_choices:
+            choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    accepted = verify.walk(tree, logits_at, sampler.choose, drafter.depth, running, state.seen)
     round_index = jnp.where(running, state.rounds, state.accepted.shape[1])
     state = dataclasses.replace(
         state,
@@ -212,9 +214,15 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[
         accepted=state.accepted.at[row, round_index].set(accepted.count - 1, mode="drop"),
         rounds=state.rounds + running,
     )
-    path_features = jnp.take_along_axis(features, accepted.path[:, :, None], axis=1)
+    walked = Committed(
+        tokens=jnp.take_along_axis(tree.tokens, accepted.path, axis=1),
+        features=jnp.take_along_axis(features, accepted.path[:, :, None], axis=1),
+        next_tokens=accepted.tokens,
+        count=accepted.count,
+        choices=choices,
+    )
     before = state.emitted
-    state = _emit(program, params, state, accepted.tokens, accepted.logprobs, accepted.count, path_features)
+    state = _emit(program, params, state, walked, accepted.logprobs)
     cache = kv.commit(state.cache, rows, state.emitted - before, accepted.path)
     return dataclasses.replace(state, cache=cache), Round(tree, accepted)
 
@@ -324,20 +332,26 @@ def end_rows(state: DecodeState, ended: Array) -> DecodeState:
     return dataclasses.replace(state, finish=finish)
 
 
-def _choose(program: Program, state: DecodeState, logits: Array, index: Array, seen: Array | None) -> Array:
-    return sampling.choose(logits, state.settings.sampling, program.processors, state.keys, index, seen)
+def _sampler(program: Program, state: DecodeState, index: Array) -> sampling.Sampler:
+    """For the token at `index` i32[B] and those after it."""
+    return sampling.Sampler(
+        processors=program.processors,
+        params=state.settings.sampling,
+        keys=state.keys,
+        index=index,
+        seen=state.seen,
+    )
 
 
 def _emit(
     program: Program,
     params: Params,
     state: DecodeState,
-    tokens: Array,  # i32[B, R]
-    logprobs: Array,  # f32[B, R]
-    count: Array,  # i32[B]
-    features: Array,  # [B, R, E], of the tokens before them
+    committed: Committed,  # R tokens a row; those that follow them are new
+    logprobs: Array,  # f32[B, R], of the new ones
 ) -> DecodeState:
     """Cuts new tokens at a stop id or at the row's limit, writes them, and tells the drafter."""
+    tokens, count = committed.next_tokens, committed.count
     row, place = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1])
     stops = jnp.any(tokens[:, :, None] == state.settings.stop_ids[:, None, :], axis=-1) & (place < count[:, None])
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, count)
@@ -354,7 +368,7 @@ def _emit(
         logprobs=state.logprobs.at[row, slots].set(logprobs, mode="drop"),
         emitted=emitted,
         finish=jnp.where(state.finish == RUNNING, ended, state.finish),
-        draft=program.drafter.observe(params.drafter, state.draft, Committed(features, tokens, count)),
+        draft=program.drafter.observe(params.drafter, state.draft, committed._replace(count=count)),
         seen=_mark(state.seen, tokens, place < count[:, None]),
     )
 

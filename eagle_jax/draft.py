@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from eagle_jax.config import Path, TreeConfig
+from eagle_jax.sampling import Sampler
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
 
 # The default tree of EAGLE-1's published code: 25 nodes below the root, 5 levels.
@@ -31,16 +32,20 @@ EAGLE1_CHOICES: tuple[Path, ...] = (
 class Committed(NamedTuple):
     """Tokens the target has run, its features for them, and the token that follows each."""
 
+    tokens: Array  # i32[B, R]
     features: Array  # [B, R, E]
     next_tokens: Array  # i32[B, R], the shifted tokens
     count: Array  # i32[B], how many of the R are there
+    # i32[B, N], the target's best token after each node of the round's tree, the path or not; None for a drafter that
+    # does not ask for them, and where no tree was tested
+    choices: Array | None = None
 
 
 class Drafter(Protocol):
     """Static and hashable; parameters and state are passed in and out.
 
     A prompt comes in chunks (`prefill`), a round's tokens at its end (`observe`); `propose` drafts below `root`. Tokens
-    come as successors of features, so the first token of a prompt is never shown: no feature goes before it.
+    come with their features once the target has run them, so the root is seen only as the one that follows the last.
     """
 
     @property
@@ -51,6 +56,11 @@ class Drafter(Protocol):
     @property
     def depth(self) -> int:
         """D, the levels below the root."""
+        ...
+
+    @property
+    def wants_choices(self) -> bool:
+        """Whether `Committed.choices` are to be worked out."""
         ...
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
@@ -64,8 +74,13 @@ class Drafter(Protocol):
         """Takes in a chunk of the prompt."""
         ...
 
-    def propose(self, params: Any, state: Any, root: Array) -> tuple[Tree, Any]:
-        """Drafts a tree below `root` i32[B], the last committed token."""
+    def propose(self, params: Any, state: Any, root: Array, sampler: Sampler) -> tuple[Tree, Any]:
+        """Drafts a tree below `root` i32[B], the last committed token.
+
+        Args:
+          sampler: how the target's tokens are going to be chosen; level l of the tree holds guesses of the tokens that
+            `sampler` chooses at level l - 1. Whatever a drafter does with it cannot change the text.
+        """
         ...
 
     def observe(self, params: Any, state: Any, committed: Committed) -> Any:
@@ -73,34 +88,40 @@ class Drafter(Protocol):
         ...
 
     def rewind(self, params: Any, state: Any, length: Array) -> tuple[Any, Array]:
-        """Forgets what it saw after each row's first `length` i32[B] features, for a prompt that goes on from there.
+        """Forgets what it saw after each row's first `length` i32[B] tokens, for a prompt that goes on from there.
 
-        Returns how many features of each row it still knows, at most `length`: the prefill begins after them.
+        Returns how many tokens of each row it still knows, at most `length`: the prefill begins after them.
         """
         ...
 
 
+class Memoryless:
+    """What a drafter without parameters and memory does; others inherit what they do not state themselves."""
+
+    wants_choices = False
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        return ()
+
+    def prefill(self, params: Any, state: Any, chunk: Committed) -> Any:
+        return state
+
+    def observe(self, params: Any, state: Any, committed: Committed) -> Any:
+        return state
+
+    def rewind(self, params: Any, state: Any, length: Array) -> tuple[Any, Array]:
+        return state, length
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoDraft:
+class NoDraft(Memoryless):
     """Plain decoding: a root and nothing below it."""
 
     nodes: int = 1
     depth: int = 0
 
-    def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
-        return ()
-
-    def prefill(self, params: Any, state: tuple[()], chunk: Committed) -> tuple[()]:
-        return state
-
-    def propose(self, params: Any, state: tuple[()], root: Array) -> tuple[Tree, tuple[()]]:
+    def propose(self, params: Any, state: tuple[()], root: Array, sampler: Sampler) -> tuple[Tree, tuple[()]]:
         return root_only(root), state
-
-    def observe(self, params: Any, state: tuple[()], committed: Committed) -> tuple[()]:
-        return state
-
-    def rewind(self, params: Any, state: tuple[()], length: Array) -> tuple[tuple[()], Array]:
-        return state, length
 
 
 # --- Trees from a step function ---------------------------------------------------------------------------------------

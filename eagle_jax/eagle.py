@@ -18,6 +18,7 @@ from eagle_jax.config import ModelConfig, TreeConfig
 from eagle_jax.draft import (
     Committed,
     Frontier,
+    Memoryless,
     Start,
     StepFn,
     draft_dynamic,
@@ -28,6 +29,7 @@ from eagle_jax.draft import (
 )
 from eagle_jax.head import FrozenEnds, Head
 from eagle_jax.numerics import lm_logits
+from eagle_jax.sampling import Sampler
 from eagle_jax.tree import Tree
 
 
@@ -50,7 +52,7 @@ class DraftState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadDrafter:
+class HeadDrafter(Memoryless):
     """EAGLE's autoregression head behind one of the three tree shapes.
 
     Its guesses of a round are thrown away with the round: the next one starts from the target's true features. (Keys
@@ -85,6 +87,7 @@ class HeadDrafter:
             fresh=kv.Rows(fresh.keys, fresh.values, jnp.zeros((batch, room), jnp.int32)),
             fresh_count=none,
             pending=Committed(
+                tokens=jnp.zeros((batch, room), jnp.int32),
                 features=jnp.zeros((batch, room, self.config.hidden_size), params.ends.embedding.dtype),
                 next_tokens=jnp.zeros((batch, room), jnp.int32),
                 count=none,
@@ -99,6 +102,7 @@ class HeadDrafter:
         room, given = self.depth + 1, committed.next_tokens.shape[1]
         fill = ((0, 0), (0, room - given))
         pending = Committed(
+            tokens=jnp.pad(committed.tokens, fill),
             features=jnp.pad(committed.features, (*fill, (0, 0))),
             next_tokens=jnp.pad(committed.next_tokens, fill),
             count=committed.count,
@@ -117,7 +121,7 @@ class HeadDrafter:
             pending=state.pending._replace(count=none),
         ), known
 
-    def propose(self, params: HeadParams, state: DraftState, root: Array) -> tuple[Tree, DraftState]:
+    def propose(self, params: HeadParams, state: DraftState, root: Array, sampler: Sampler) -> tuple[Tree, DraftState]:
         # Written before anything reads it and not after: a compiled loop that reads a cache and then writes it, with
         # nothing to order the two, copies the whole cache every round.
         cache = kv.commit(state.cache, state.fresh, state.fresh_count)

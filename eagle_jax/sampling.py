@@ -137,3 +137,23 @@ def row_keys(seed: int | Sequence[int], rows: int) -> Array:
         key = jax.random.key(seed)
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
     return jax.vmap(lambda one: jax.random.fold_in(jax.random.key(one), 0))(jnp.asarray(np.asarray(seed, np.int64)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How the rows of a round choose their tokens. Level l is the choice at a node l levels below the root."""
+
+    processors: Processors = dataclasses.field(metadata={"static": True})
+    params: SamplingParams
+    keys: Array  # key[B]
+    index: Array  # i32[B], the absolute index of the token chosen at the root
+    seen: Array | None = None  # bool[B, V], tokens of the row up to its root; None where nothing asks for it
+
+    def choose(self, logits: Array, level: Array | int, seen: Array | None) -> Array:
+        """The token i32[B] that logits f32[B, V] at `level` give, after tokens `seen`."""
+        return choose(logits, self.params, self.processors, self.keys, self.index + level, seen)
+
+    def noise(self, level: Array | int, vocab_size: int) -> Array:
+        """f32[B, V], the Gumbel noise that a choice at `level` will be made with."""
+        return gumbel_noise(self.keys, self.index + level, vocab_size)

@@ -16,7 +16,7 @@ from jax import Array
 from rig import tiny_target
 
 import eagle_jax as ej
-from eagle_jax import draft, layers
+from eagle_jax import draft, layers, sampling
 from eagle_jax.target import features_of
 from eagle_jax.tree import Tree
 
@@ -109,11 +109,21 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
+def greedy_sampler(rows: int, vocab: int = 16) -> sampling.Sampler:
+    """How rows choose that draw nothing."""
+    return sampling.Sampler(
+        processors=sampling.Processors(),
+        params=sampling.params_for([ej.SamplingConfig()] * rows, vocab),
+        keys=sampling.row_keys(0, rows),
+        index=jnp.zeros((rows,), jnp.int32),
+    )
+
+
 # --- Drafters ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OracleDrafter:
+class OracleDrafter(draft.Memoryless):
     """Proposes the next tokens of a text it was given, as a chain."""
 
     depth: int
@@ -125,10 +135,7 @@ class OracleDrafter:
     def init(self, params: Array, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch,), jnp.int32)  # tokens committed since the prompt
 
-    def prefill(self, params: Array, state: Array, chunk: draft.Committed) -> Array:
-        return state
-
-    def propose(self, params: Array, state: Array, root: Array) -> tuple[Tree, Array]:
+    def propose(self, params: Array, state: Array, root: Array, sampler: sampling.Sampler) -> tuple[Tree, Array]:
         level = jnp.broadcast_to(jnp.arange(self.nodes), (root.shape[0], self.nodes))
         known = jnp.take_along_axis(params, state[:, None] + level[:, 1:] - 1, axis=1, mode="clip")
         tokens = jnp.concatenate([root[:, None], known], axis=1)
@@ -160,10 +167,10 @@ class History(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CopyDrafter:
+class CopyDrafter(draft.Memoryless):
     """Drafts with the target itself, which runs the whole history and the nodes so far at every level.
 
-    A drafter is never shown a prompt's first token, so that has to be 0.
+    It keeps only tokens that follow another, and takes a prompt's first one to be 0.
     """
 
     graphdef: nnx.GraphDef
@@ -197,7 +204,9 @@ class CopyDrafter:
         known = jnp.minimum(length, state.count - 1)
         return History(state.tokens, known + 1), known
 
-    def propose(self, params: nnx.State, state: History, root: Array) -> tuple[Tree, History]:
+    def propose(
+        self, params: nnx.State, state: History, root: Array, sampler: sampling.Sampler
+    ) -> tuple[Tree, History]:
         model = nnx.merge(self.graphdef, params)
         batch, length = state.tokens.shape
         places = jnp.broadcast_to(jnp.arange(length), (batch, length))

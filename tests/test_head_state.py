@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import TREE, make_head, make_target, random_prompts
+from engine_rig import TREE, greedy_sampler, make_head, make_target, random_prompts
 from flax import nnx
 
 import eagle_jax as ej
@@ -15,6 +15,7 @@ from eagle_jax.target import features_of
 
 DEPTH = 4
 LENGTH = 16
+GREEDY = greedy_sampler(2)
 SHARP = 6.0  # so that a pair's position tells in its attention
 TOKENS = jnp.asarray(random_prompts(2, lengths=(LENGTH,), seed=9), jnp.int32)
 
@@ -46,13 +47,14 @@ def predict(monkeypatch, target):
 
 def committed(features, lengths, counts, width):
     """Pairs from place `length - 1` on, `counts` of them, padded to `width` with tokens and features of no meaning."""
-    rows, tokens = [], []
+    rows, tokens, shifted = [], [], []
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         begin = length - 1
         junk = jnp.full((width - count, features.shape[-1]), 7.0)
         rows.append(jnp.concatenate([features[row, begin : begin + count], junk]))
-        tokens.append(jnp.concatenate([TOKENS[row, begin + 1 : begin + 1 + count], jnp.full(width - count, 3)]))
-    return draft.Committed(jnp.stack(rows), jnp.stack(tokens), jnp.asarray(counts, jnp.int32))
+        for found, first in ((tokens, begin), (shifted, begin + 1)):
+            found.append(jnp.concatenate([TOKENS[row, first : first + count], jnp.full(width - count, 3)]))
+    return draft.Committed(*map(jnp.stack, (tokens, rows, shifted)), jnp.asarray(counts, jnp.int32))
 
 
 def check_chain(target, predict, features, tree, lengths):
@@ -86,7 +88,7 @@ def test_M2_a_chain_is_the_training_forward(target, features, predict):
         state = observe(params, state, committed(features, lengths, counts, DEPTH + 1))
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         root = TOKENS[jnp.arange(2), jnp.asarray(lengths) - 1]
-        tree, state = propose(params, state, root)
+        tree, state = propose(params, state, root, GREEDY)
         np.testing.assert_array_equal(tree.tokens[:, 0], root)
         check_chain(target, predict, features, tree, lengths)
 
@@ -101,13 +103,13 @@ def test_M2_a_chain_after_going_back_is_the_training_forward(target, features, p
     )
     state = prefill(params, drafter.init(params, 2, 32), committed(features, [1, 1], [4, 2], 8))
     state = observe(params, state, committed(features, [5, 3], [1, 1], DEPTH + 1))
-    _, state = propose(params, state, TOKENS[:, 5])
+    _, state = propose(params, state, TOKENS[:, 5], GREEDY)
     state = observe(params, state, committed(features, [6, 4], [3, 2], DEPTH + 1))
     state, known = rewind(params, state, jnp.asarray([8, 2]))
     assert known.tolist() == [8, 2]
     state = prefill(params, state, committed(features, [9, 3], [2, 4], 8))
     state = observe(params, state, committed(features, [11, 7], [1, 1], DEPTH + 1))
-    tree, _ = propose(params, state, TOKENS[jnp.arange(2), jnp.asarray([11, 7])])
+    tree, _ = propose(params, state, TOKENS[jnp.arange(2), jnp.asarray([11, 7])], GREEDY)
     check_chain(target, predict, features, tree, [12, 8])
 
 
@@ -126,7 +128,7 @@ def test_the_best_path_of_a_dynamic_tree_starts_with_the_chains_token(target, fe
         drafter, params = eagle.bind_head(make_head(target), config)
         state = jax.jit(drafter.prefill)(params, drafter.init(params, 2, 32), committed(features, [1, 1], [4, 4], 8))
         state = drafter.observe(params, state, committed(features, [5, 5], [1, 1], 1))
-        trees.append(jax.jit(drafter.propose)(params, state, TOKENS[:, 5])[0])
+        trees.append(jax.jit(drafter.propose)(params, state, TOKENS[:, 5], GREEDY)[0])
     for tree in trees[1:]:
         np.testing.assert_array_equal(tree.tokens[:, 1], trees[0].tokens[:, 1])
         np.testing.assert_allclose(tree.log_scores[:, 1], trees[0].log_scores[:, 1], atol=1e-5)
