@@ -77,15 +77,24 @@ class Head:
 
     @classmethod
     def random(
-        cls, target: Target, seed: int = 0, vocabulary: np.ndarray | None = None, dtype: layers.Dtype | None = None
+        cls,
+        target: Target,
+        seed: int = 0,
+        vocabulary: np.ndarray | None = None,
+        dtype: layers.Dtype | None = None,
+        key_value_heads: int | None = None,
     ) -> "Head":
         """A head with random weights, shaped after its target.
 
         Args:
           vocabulary: i32[W], ascending token ids that the head drafts; None for all.
           dtype: of the parameters; None is the target's.
+          key_value_heads: of the head's attention; None is the target's. Some published heads have others.
+
+        Raises:
+          ValueError: the attention heads are no multiple of `key_value_heads`.
         """
-        config = config_for(target.config, vocabulary)
+        config = config_for(target.config, vocabulary, key_value_heads)
         model = HeadModel(config, dtype=target.dtype if dtype is None else dtype, rngs=nnx.Rngs(seed))
         return cls(config=config, model=model, ends=frozen_ends(target, vocabulary))
 
@@ -120,12 +129,21 @@ class Head:
         return dataclasses.replace(head, model=nnx.merge(graphdef, nnx.from_flat_state(flat)))
 
 
-def config_for(target: ModelConfig, vocabulary: np.ndarray | None = None) -> HeadConfig:
+def config_for(
+    target: ModelConfig, vocabulary: np.ndarray | None = None, key_value_heads: int | None = None
+) -> HeadConfig:
     """A head's configuration after its target's: one layer, shaped like the last; for a mixture, like one expert."""
     fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelConfig)}
     fields |= {"num_hidden_layers": 1, "layer_types": None, "sliding_window": target.windows[-1]}
     fields |= {"num_local_experts": None, "num_experts_per_tok": None}
     fields["draft_vocab_size"] = None if vocabulary is None else len(vocabulary)
+    if key_value_heads is not None:
+        if key_value_heads < 1 or target.num_attention_heads % key_value_heads:
+            raise ValueError(
+                f"The head would have {key_value_heads} key-value heads for its {target.num_attention_heads} attention "
+                f"heads; give a number that divides them, or none for the target's {target.kv_heads}."
+            )
+        fields["num_key_value_heads"] = key_value_heads
     return HeadConfig(**fields)
 
 

@@ -6,6 +6,7 @@ assistant wrote both t_{j+1} and t_{j+2}.
 B batch rows, T tokens, P pairs (= T - 1), E hidden size, W draft vocabulary.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,10 @@ from jax import Array
 
 from eagle_jax.numerics import lm_logits
 from eagle_jax.sharding import constrain
+
+# What the logits of a chunk take of one device, in float32; its loss holds four arrays like them. But so many pairs at
+# least: the LM head is read anew for each chunk, and an accelerator would wait for it.
+LOGITS_BYTES, LEAST_PAIRS = 2**25, 256
 
 
 class LossSums(NamedTuple):
@@ -42,7 +47,13 @@ def smooth_l1(predicted: Array, wanted: Array) -> Array:
 
 
 def loss_sums(
-    predicted: Array, wanted: Array, mask: Array, lm_head: Array, labels: Array | None = None, *, chunk: int = 1024
+    predicted: Array,
+    wanted: Array,
+    mask: Array,
+    lm_head: Array,
+    labels: Array | None = None,
+    *,
+    chunk: int | None = None,
 ) -> LossSums:
     """The two losses of predicted features, summed over unmasked pairs.
 
@@ -53,9 +64,11 @@ def loss_sums(
       lm_head: [W, E], rows of the frozen LM head; the distributions are over these tokens.
       labels: i32[B, P], for hard labels: the row of the text's own token; -1 where it has none, which counts for no
         cross-entropy. None: soft labels, the target's own distribution.
-      chunk: pairs whose logits exist at once, so that [B, P, W] never does.
+      chunk: pairs whose logits exist at once, so that [B, P, W] never does; None: as many as
+        `LOGITS_BYTES` of each device hold.
     """
     size = predicted.shape[-1]
+    chunk = chunk or _chunk_size(mask.size, lm_head.shape[0])
     padding = -mask.size % chunk
 
     def chunks(x: Array, *tail: int) -> Array:
@@ -69,21 +82,36 @@ def loss_sums(
     return LossSums(regression, cross_entropy, top1, top3, jnp.sum(parts[2]))
 
 
+def _chunk_size(pairs: int, vocabulary: int) -> int:
+    """Pairs of a chunk: a multiple of the mesh's devices, and chunks of about one size, so that padding is little."""
+    devices = math.prod(jax.sharding.get_abstract_mesh().axis_sizes)
+    most, share = max(LEAST_PAIRS, LOGITS_BYTES // (4 * vocabulary)), math.ceil(pairs / devices)
+    return devices * math.ceil(share / math.ceil(share / most))
+
+
 def _distill_chunk(
     predicted: Array, wanted: Array, weight: Array, labels: Array | None, lm_head: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    teacher, student = lm_logits(wanted, lm_head), lm_logits(predicted, lm_head)
+) -> tuple[tuple[Array, Array, Array], Array]:
+    """A chunk's cross-entropy and hits, and the gradient of the first for `predicted`.
+
+    The gradient is written out (softmax of one less softmax of the other): the compiler then keeps fewer of the arrays
+    as wide as the vocabulary than autodiff has it keep.
+    """
+    teacher = lm_logits(wanted, lm_head)
+    student, pull = jax.vjp(lambda x: lm_logits(x, lm_head), predicted)
     own = jnp.take_along_axis(student, jnp.argmax(teacher, axis=-1)[:, None], axis=-1)
     # How many tokens the head prefers to the target's best; NaN, which is in no order, is no hit.
-    above = jnp.sum(~(student <= own), axis=-1)
+    above = jnp.sum(jnp.where(student <= own, 0.0, 1.0), axis=-1)
     hits = jnp.sum((above < 1) * weight), jnp.sum((above < 3) * weight)
-    log_probs = jax.nn.log_softmax(student)
     if labels is None:
-        entropy = -jnp.sum(jax.nn.softmax(teacher) * log_probs, axis=-1)
+        share = jax.nn.softmax(teacher)
     else:
-        entropy = -jnp.take_along_axis(log_probs, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
+        share = jax.nn.one_hot(labels, lm_head.shape[0])
         weight = weight * (labels >= 0)
-    return jnp.sum(entropy * weight), hits
+    log_probs = jax.nn.log_softmax(student)
+    entropy = -jnp.sum(share * log_probs, axis=-1)
+    (gradient,) = pull((jnp.exp(log_probs) - share) * weight[:, None])
+    return (jnp.sum(entropy * weight), *hits), gradient
 
 
 @jax.custom_vjp
@@ -92,11 +120,11 @@ def _distill(
 ) -> tuple[Array, Array, Array]:
     """Cross-entropy and hits over chunks [C, chunk, E]; see `_distill_forward` for why it has its own gradient."""
 
-    def sums_of(part: tuple[Array, Array, Array, Array | None]) -> tuple[Array, tuple[Array, Array]]:
-        return _distill_chunk(*part, lm_head)
+    def sums_of(part: tuple[Array, Array, Array, Array | None]) -> tuple[Array, Array, Array]:
+        return _distill_chunk(*part, lm_head)[0]
 
-    entropy, hits = jax.lax.map(sums_of, (predicted, wanted, weight, labels))
-    return jnp.sum(entropy), jnp.sum(hits[0]), jnp.sum(hits[1])
+    entropy, top1, top3 = jax.lax.map(sums_of, (predicted, wanted, weight, labels))
+    return jnp.sum(entropy), jnp.sum(top1), jnp.sum(top3)
 
 
 def _distill_forward(
@@ -104,13 +132,11 @@ def _distill_forward(
 ) -> tuple[tuple[Array, Array, Array], Array]:
     # The gradient of a sum of cross-entropies is known as soon as the chunk's logits are, up to one factor. Taking it
     # at once means three products with the LM head a chunk, where rematerialisation in the backward pass takes five.
-    def step(_: None, part: tuple[Array, Array, Array, Array | None]) -> tuple[None, tuple[Array, ...]]:
-        (entropy, hits), gradient = jax.value_and_grad(_distill_chunk, has_aux=True)(*part, lm_head)
-        return None, (entropy, *hits, gradient)
+    def of_chunk(part: tuple[Array, Array, Array, Array | None]) -> tuple[tuple[Array, Array, Array], Array]:
+        return _distill_chunk(*part, lm_head)
 
-    _, (*sums, gradient) = jax.lax.scan(step, None, (predicted, wanted, weight, labels))
-    entropy, top1, top3 = (jnp.sum(x) for x in sums)
-    return (entropy, top1, top3), gradient
+    (entropy, top1, top3), gradient = jax.lax.map(of_chunk, (predicted, wanted, weight, labels))
+    return (jnp.sum(entropy), jnp.sum(top1), jnp.sum(top3)), gradient
 
 
 def _distill_backward(gradient: Array, cotangents: tuple[Array, Array, Array]) -> tuple[Array, None, None, None, None]:

@@ -285,12 +285,24 @@ def time_rounds(way: Decoding, prompt: Sequence[int], rounds: int) -> tuple[floa
 
 def peak_memory() -> int:
     """The most bytes this process has held at once."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        # Not getrusage's figure, which a new process inherits from the one that started it.
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    # Not getrusage's figure where there is another: a new process inherits it from the one that started it.
+    found = _memory_status("VmHWM")
+    if found is not None:
+        return found
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_memory() -> int:
+    """The bytes this process holds now; the most it has held where the system does not tell."""
+    found = _memory_status("VmRSS")
+    return peak_memory() if found is None else found
+
+
+def _memory_status(name: str, status: Path = Path("/proc/self/status")) -> int | None:
+    if not status.is_file():
+        return None
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name)) * 1024
 
 
 def cores() -> int:

@@ -500,3 +500,28 @@ def test_bench_runs_a_peer_beside(bench):
     methods = [row["method"] for row in record["rows"] if row["file"] == "one.jsonl"]
     assert methods == ["plain", "chain", "transformers", "prompt lookup"]
     assert all(row["identical"] == 1 for row in record["rows"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the system does not tell what a process holds")
+def test_resident_memory_falls_where_peak_memory_stays():
+    before = measure.resident_memory()
+    held = np.ones(2**27, np.uint8)
+    during, peak = measure.resident_memory(), measure.peak_memory()
+    assert during - before > 0.9 * held.nbytes
+    del held
+    assert measure.resident_memory() - before < 2**26
+    assert measure.peak_memory() > 0.95 * peak > 0.9 * during  # the system counts by thread, not to the page
+
+
+@pytest.mark.slow
+def test_bench_step_compares_the_two_steps(tmp_path):
+    pytest.importorskip("torch")
+    sizes = ["--widths", "64", "--vocab-size", "512", "--rows", "2", "--length", "16", "--steps", "1"]
+    command = [sys.executable, str(ROOT / "train/bench_step.py"), *sizes, "--output", str(tmp_path / "out.json")]
+    subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
+    losses = record["first_loss"]
+    np.testing.assert_allclose(losses["eagle_jax"], losses["torch"], rtol=1e-5)
+    for memory in record["megabytes"].values():
+        assert memory["peak"] > memory["before_first_step"] > 0
+        assert memory["above"] == pytest.approx(memory["peak"] - memory["before_first_step"])

@@ -413,3 +413,26 @@ def test_random_head_is_shaped_after_its_target():
     same = {field.name for field in dataclasses.fields(ModelConfig)} - {"num_hidden_layers"}
     assert all(getattr(head.config, name) == getattr(config, name) for name in same)
     assert head.config == config_for(config)
+
+
+@pytest.mark.parametrize("key_value_heads", [1, 4])
+def test_random_head_with_key_value_heads_of_its_own(target, tmp_path, key_value_heads):
+    """As published for Vicuna-33B and Mixtral: fewer than the target's, or more."""
+    head = Head.random(target, key_value_heads=key_value_heads)
+    width = key_value_heads * target.config.key_dim
+    assert target.config.kv_heads != key_value_heads
+    assert {name: leaves(head)[("layers", 0, "self_attn", name, "kernel")].shape for name in ("k_proj", "v_proj")} == {
+        name: (64, width) for name in ("k_proj", "v_proj")
+    }
+    save_head(head, tmp_path, dtype=jnp.float32)
+    assert_same(head, load_head(tmp_path, target))
+    plain = generate(target, None, [1, 2, 3], max_new_tokens=8)
+    drafted = generate(target, head, [1, 2, 3], max_new_tokens=8, tree=TreeConfig(kind="chain", depth=2))
+    assert drafted.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("key_value_heads", [0, 3, 8])
+def test_key_value_heads_that_do_not_divide_the_heads(target, key_value_heads):
+    message = rf"{key_value_heads} key-value heads for its 4 attention heads; .* target's 2\."
+    with pytest.raises(ValueError, match=message):
+        Head.random(target, key_value_heads=key_value_heads)

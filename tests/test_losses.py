@@ -70,3 +70,18 @@ def test_T1_pair_mask_marks_the_pairs_whose_two_tokens_are_the_assistants():
     """Tokens 2..4 of six are the assistant's: pair 1 = (f1, t2) -> t3 and pair 2 = (f2, t3) -> t4 carry loss."""
     assistant = jnp.asarray([[False, False, True, True, True, False]])
     np.testing.assert_array_equal(losses.pair_mask(assistant), [[False, True, True, False, False]])
+
+
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_memory_does_not_grow_with_the_batch_and_the_vocabulary(labels):
+    """4 arrays of a chunk's logits; of all pairs' logits a single one would be more."""
+    pairs, vocabulary = 16384, 32768
+
+    def entropy(predicted, wanted, mask, lm_head, labels):
+        return losses.loss_sums(predicted, wanted, mask, lm_head, labels).cross_entropy
+
+    shapes = [jax.ShapeDtypeStruct((1, pairs, 4), jnp.float32)] * 2
+    shapes += [jax.ShapeDtypeStruct((1, pairs), bool), jax.ShapeDtypeStruct((vocabulary, 4), jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((1, pairs), jnp.int32) if labels == "hard" else None]
+    temporary = jax.jit(jax.grad(entropy)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 4.1 * losses.LOGITS_BYTES < 4 * pairs * vocabulary

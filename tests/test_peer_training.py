@@ -35,9 +35,21 @@ def test_steps_are_pytorchs(vocabulary):
         np.testing.assert_allclose(weight, peer.parameters[name].detach().numpy(), rtol=0, atol=2e-5, err_msg=name)
 
 
-def test_what_the_peer_does_not_know_is_refused():
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"unroll": 2},
+        {"accumulate": 2},
+        {"labels": "hard"},
+        {"optimizer": "muon"},
+        {"noise": 0.1},
+        {"final_learning_rate": 0.5},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_the_peer_does_not_know_is_refused(other):
     pytest.importorskip("torch")
     from eagle_jax.peer_training import TorchTraining
 
-    with pytest.raises(ValueError, match="AdamW at a constant rate"):
-        TorchTraining(ej.Head.random(tiny_target()), dataclasses.replace(RECIPE, unroll=2))
+    with pytest.raises(ValueError, match=f"TrainConfig.{next(iter(other))} is .* knows"):
+        TorchTraining(ej.Head.random(tiny_target()), dataclasses.replace(RECIPE, **other))

@@ -1,13 +1,16 @@
 """Recipes: heads as published, memory that adds up, and a document that the script wrote."""
 
+import importlib
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+import tyro
 from rig import tiny_config
 
 from eagle_jax import sharding
+from eagle_jax.head import config_for
 from eagle_jax.layers import parameter_count
 
 ROOT = Path(__file__).parents[1]
@@ -17,12 +20,15 @@ PUBLISHED |= {"llama-2-70b": 0.99, "mixtral-8x7b": 0.28}
 
 @pytest.fixture(scope="module")
 def recipes():
+    return script("recipes")
+
+
+def script(name):
     sys.path.insert(0, str(ROOT / "train"))
     try:
-        import recipes
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-    return recipes
 
 
 def test_heads_have_the_published_number_of_parameters(recipes):
@@ -60,4 +66,17 @@ def test_the_document_is_of_these_recipes(recipes):
     rows = [line.split(" | ")[:2] for line in text.split("## Memory")[1].splitlines() if line.startswith("| ")]
     wanted = [[f"| {name}", str(chips)] for name, recipe in recipes.RECIPES.items() for chips in recipe.chips]
     assert rows[1 + 1 :] == wanted
-    assert all(f"| {name} | `{recipe.target}` |" in text for name, recipe in recipes.RECIPES.items())
+    for name, recipe in recipes.RECIPES.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {name} | `{recipe.target}` |"))
+        assert row.endswith(f"| `{recipe.options}` |")
+
+
+def test_the_options_make_the_head_that_is_listed(recipes):
+    """The command's own parser reads them, and a head of its choice has the listed shape."""
+    for recipe in recipes.RECIPES.values():
+        arguments = ["--data", "chats.jsonl", "--output", "none", *recipe.options.split()]
+        options = tyro.cli(script("train_head").Options, args=arguments)
+        assert config_for(recipe.config, key_value_heads=options.head_key_value_heads) == recipe.head
+        assert options.mesh == recipe.mesh
+    assert recipes.RECIPES["vicuna-33b"].head.kv_heads == 13
+    assert recipes.RECIPES["mixtral-8x7b"].head.kv_heads == 32

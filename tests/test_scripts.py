@@ -191,6 +191,10 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--recipe.steps", "0"], "steps is 0"),
         ([], "There are 1 conversations, of which 1 would be held out"),
         (["--online", "--features", "kept"], "but --online keeps none"),
+        (
+            ["--start", "last-layer", "--head-key-value-heads", "3"],
+            "head_key_value_heads is 3, but the head begins as last",
+        ),
         (["--mesh.tensor", "3"], "tensor 3"),
     ],
 )

@@ -26,7 +26,8 @@ from eagle_jax.script import run
 from eagle_jax.target import TargetModel
 
 GIB = 2**30
-COMMAND = "python train/train_head.py --target TARGET --data conversations.jsonl --output runs/head --online MESH"
+COMMAND = """python train/train_head.py --target TARGET --data conversations.jsonl --output runs/head \\
+    --online --draft-vocabulary 0 --max-length {length} --tokens-per-batch TOKENS OPTIONS"""
 COMPILED_LAYERS = 2  # of a target: what a layer holds for a while is gone when the next needs room
 
 
@@ -48,10 +49,13 @@ class Recipe:
 
     @property
     def head(self) -> HeadConfig:
-        config = config_for(self.config)
-        if self.head_key_value_heads is None:
-            return config
-        return dataclasses.replace(config, num_key_value_heads=self.head_key_value_heads)
+        return config_for(self.config, key_value_heads=self.head_key_value_heads)
+
+    @property
+    def options(self) -> str:
+        """What `train/train_head.py` is told beside the target."""
+        own = "" if self.head_key_value_heads is None else f" --head-key-value-heads {self.head_key_value_heads}"
+        return f"--mesh.fsdp -1 --mesh.tensor {self.tensor}{own}"
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any) -> ModelConfig:
@@ -154,7 +158,8 @@ def memory(recipe: Recipe, mesh: Mesh) -> Memory:
         return graphdef, placed(shapes)
 
     _, whole = target_of(recipe.config)
-    graphdef, shapes = head_shapes(recipe.head)
+    _, shapes = head_shapes(recipe.head)
+    graphdef = training.compute_graphdef(recipe.head, jnp.bfloat16)
     state = placed(jax.eval_shape(partial(training.init_state, config=recipe.settings), shapes))
     matrix: Any = jax.ShapeDtypeStruct((recipe.config.vocab_size, hidden), jnp.bfloat16)
     ends = placed(FrozenEnds(matrix, matrix, None))
@@ -179,29 +184,31 @@ Written by `python train/recipes.py --output docs/recipes.md`. The recipes are i
 [train/recipes.py](../train/recipes.py); how to start them on one GPU, several or a pod is in [scaling.md](scaling.md).
 
 The head of each target with the paper's settings (AdamW, learning rate 3e-5, loss weights 1.0 and 0.1; EAGLE section
-4). A batch is one row of {length} tokens for each part of `data` x `fsdp`; the target's features are computed online.
+4). A batch is one row of {length:,} tokens for each part of `data` x `fsdp`, in the second table TOKENS a step; the
+target's features are computed online, and the head drafts over the whole vocabulary.
 
 ```
 {command}
 ```
 
-| recipe | target | head's parameters | mesh |
+| recipe | target | head's parameters | options |
 | --- | --- | --- | --- |
 {recipes}
 
 ## Memory of one chip, GiB
 
-| recipe | chips | tokens a step | target | head and optimizer | target's forward | training step | sum |
+| recipe | chips | TOKENS a step | target | head and optimizer | target's forward | training step | sum |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 {memory}
 
 * target, head and optimizer: the shapes' bytes on one device under the sharding rules (`eval_shape`); the target in
   bfloat16, the head in float32 with AdamW's two moments. Exact.
 * target's forward, training step: what comes and goes, by `jit(...).lower(shapes).compile().memory_analysis()` on as
-  many fake CPU devices. A CPU has no bfloat16 products: the compiler widens operands to float32, which an accelerator
-  does not. The target is compiled with {layers} of its layers. For more of them the CPU's schedule widens, and under
-  `fsdp` gathers, weights long before they are used, up to a layer's parameters in float32 for each further layer; how
-  many gathered layers an accelerator's schedule holds at once has not been measured.
+  many fake CPU devices. Both compute in bfloat16, the step on float32 masters. A CPU has no bfloat16 products: the
+  compiler widens operands to float32, which an accelerator does not. The target is compiled with {layers} of its
+  layers. For more of them the CPU's schedule widens, and under `fsdp` gathers, weights long before they are used, up to
+  a layer's parameters in float32 for each further layer; how many gathered layers an accelerator's schedule holds at
+  once has not been measured.
 * sum: the first two and the larger of the last two, which follow one another. An estimate to choose a mesh by.
 """
 
@@ -210,8 +217,7 @@ def document(devices: Sequence[Any]) -> str:
     described, measured = [], []
     for name, recipe in RECIPES.items():
         count = parameter_count(head_shapes(recipe.head)[1])
-        options = f"`--mesh.fsdp -1 --mesh.tensor {recipe.tensor}`"
-        described.append(f"| {name} | `{recipe.target}` | {count / 1e9:.2f} B | {options} |")
+        described.append(f"| {name} | `{recipe.target}` | {count / 1e9:.2f} B | `{recipe.options}` |")
         for chips in recipe.chips:
             mesh = sharding.make_mesh(recipe.mesh, devices[:chips])
             found = memory(recipe, mesh)
@@ -220,10 +226,10 @@ def document(devices: Sequence[Any]) -> str:
             tokens = sharding.row_multiple(mesh) * recipe.length
             measured.append(f"| {name} | {chips} | {tokens:,} | {cells} |")
             print(measured[-1], flush=True)
-    lengths = {recipe.length for recipe in RECIPES.values()}
+    length = max(recipe.length for recipe in RECIPES.values())
     return TEXT.format(
-        length=f"{max(lengths):,}",
-        command=COMMAND,
+        length=length,
+        command=COMMAND.format(length=length),
         layers=COMPILED_LAYERS,
         recipes="\n".join(described),
         memory="\n".join(measured),

@@ -44,6 +44,7 @@ class Options:
         None  # what is computed in; masters are float32. Default: the target's
     )
     start: str = "random"  # or "last-layer" (of the target), or a head to start from, with its draft vocabulary
+    head_key_value_heads: int | None = None  # of a random start, where a published head has not its target's
     features: Path | None = None  # where features are kept; default: OUTPUT/features
     online: bool = False  # compute features in the step and keep none
     max_length: int = 512  # tokens a conversation is cut at
@@ -71,6 +72,11 @@ class Options:
         for name in ("draft_vocabulary", "loss_vocabulary", "tau_prompts"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 or more.")
         require(0 < self.held_out < 1, f"held_out is {self.held_out}; it must be between 0 and 1.")
+        require(
+            self.head_key_value_heads is None or self.start == "random",
+            f"head_key_value_heads is {self.head_key_value_heads}, but the head begins as {self.start}, which has its "
+            f"own; leave it out or start at random.",
+        )
         require(len(self.data) > 0, "Give at least one file of conversations.")
         require(
             not (self.online and self.features),
@@ -84,6 +90,8 @@ class Options:
         """What a run can only be gone on with."""
         left_out = ("output", "features", "tau_prompts", "tau_tokens", "tensorboard", "tree", "mesh", "processes")
         intervals = ("evaluate_every", "save_every", "log_every", "keep_last", "keep_best")
+        if self.head_key_value_heads is None:
+            left_out += ("head_key_value_heads",)  # runs that were begun before there was this option have none
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if name not in left_out + intervals}
 
@@ -113,8 +121,10 @@ def begin(options: Options, target: ej.Target, rows: list[Row]) -> Head:
     vocabulary = None
     if 0 < options.draft_vocabulary < target.config.vocab_size:
         vocabulary = data.frequent_tokens(rows, options.draft_vocabulary, target.config.vocab_size)
-    make = Head.random if options.start == "random" else Head.from_last_layer
-    return make(target, seed=options.recipe.seed, vocabulary=vocabulary, dtype=jnp.float32)
+    settings: dict[str, Any] = {"seed": options.recipe.seed, "vocabulary": vocabulary, "dtype": jnp.float32}
+    if options.start == "last-layer":
+        return Head.from_last_layer(target, **settings)
+    return Head.random(target, key_value_heads=options.head_key_value_heads, **settings)
 
 
 def tau_prompts(options: Options, target: ej.Target, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
