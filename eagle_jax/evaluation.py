@@ -48,7 +48,8 @@ def live_tau(
 ) -> dict[str, float]:
     """Tau of parameters in training, by greedy decoding of held-out prompts, all in one batch.
 
-    The parameters are an argument of the compiled loop: it is compiled for the first ones and serves the whole run.
+    The parameters are an argument of the compiled loop: it is compiled for the first ones and serves the whole run. On
+    a mesh of several processes all of them call this, with the same prompts, and all get the same figures.
 
     Args:
       target: the model the head drafts for.

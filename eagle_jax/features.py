@@ -1,13 +1,15 @@
 """The target's features of training rows, computed once and kept in files.
 
 The manifest beside them says for which target and which rows they are. A run that was killed goes on at the first
-shard that is missing; several processes make every n-th shard each. float16 keeps 11 bits of a feature, against
+shard that is missing. Several processes make every n-th shard each, or where the target lies on devices of all of them,
+compute every batch together and write every n-th shard each. float16 keeps 11 bits of a feature, against
 bfloat16's 8, and features lie far inside its range.
 
 B batch rows, T tokens, E hidden size.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,13 +21,16 @@ from flax import nnx
 from rich.filesize import decimal
 
 from eagle_jax.data import Row
+from eagle_jax.distributed import from_main, in_all, is_main, main_first
 from eagle_jax.pipeline import NO_ROW, BatchConfig, Pipeline
-from eagle_jax.sharding import to_host
+from eagle_jax.sharding import Share, mesh_of, process_share, row_multiple, shard_batch, spans_processes, to_host
 from eagle_jax.shards import (
+    MANIFEST,
     STORED,
     KeptDtype,
     KeptFeatures,
     Layout,
+    Shard,
     free_bytes,
     lay_out,
     read_manifest,
@@ -35,6 +40,7 @@ from eagle_jax.shards import (
 from eagle_jax.target import Target, features_of
 
 Progress = Callable[[int, int], None]  # (tokens done, tokens to be done)
+LATE = 60.0  # seconds that a network file system may take to show one machine what another has written
 
 
 def load_or_make(
@@ -47,13 +53,44 @@ def load_or_make(
 ) -> KeptFeatures:
     """Features of `rows`, from `directory` as far as they are there; the others are computed and left there.
 
+    Several processes (`jax.process_count()`) all call this, with the same rows and a directory that they share.
+
     Raises:
       ValueError: the directory holds features of another target or of other rows.
-      OSError: the directory cannot be written.
+      OSError: the directory cannot be written, or the processes do not share it.
+      RuntimeError: another process raised one of these.
     """
     layout = claim(directory, target, rows)
-    make(layout, target, rows, tokens_per_batch=tokens_per_batch, progress=progress)
+    work = partial(make, layout, target, rows, tokens_per_batch=tokens_per_batch, progress=progress)
+    if spans_processes(nnx.state(target.model)):
+        work()
+    else:
+        in_all(partial(work, process_index=jax.process_index(), process_count=jax.process_count()))
+    return in_all(partial(_opened, layout))
+
+
+def _opened(layout: Layout) -> KeptFeatures:
+    for shard in layout.missing() if jax.process_count() > 1 else ():
+        if not _appears(shard.path.is_file):
+            raise OSError(_not_shared(layout.directory, shard.path.name))
     return KeptFeatures(layout)
+
+
+def _appears(there: Callable[[], bool]) -> bool:
+    """Whether what another process has written is there, at once or after a while."""
+    end = time.monotonic() + LATE
+    while not there():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _not_shared(directory: Path, name: str) -> str:
+    return (
+        f"Process {jax.process_index()} of {jax.process_count()} does not find {name} in {directory}, though it has "
+        "been written: the processes do not share that directory; give one that they share."
+    )
 
 
 def claim(
@@ -66,16 +103,32 @@ def claim(
 ) -> Layout:
     """Leaves a manifest in a directory that has none, or checks that the one there is for this target and these rows.
 
+    Of several processes, all of which call this, the first one writes it.
+
     Args:
       dtype, shard_tokens: as `lay_out` takes them.
 
     Raises:
       ValueError: the directory holds other features, with both values of what differs.
-      OSError: the directory cannot be written.
+      OSError: the directory cannot be written, or the processes do not share it.
+      RuntimeError: another process raised one of these.
     """
-    layout = lay_out(directory, rows, target.config.hidden_size, dtype=dtype, shard_tokens=shard_tokens)
-    needed = _identity(target, rows) | {"dtype": layout.dtype, "shard_tokens": layout.shard_tokens}
-    found = read_manifest(layout.directory)
+    identity = _identity(target, rows)
+    return main_first(
+        lambda: _claim(
+            Path(directory),
+            identity,
+            lambda: lay_out(directory, rows, target.config.hidden_size, dtype=dtype, shard_tokens=shard_tokens),
+        )
+    )
+
+
+def _claim(directory: Path, identity: dict[str, Any], lay: Callable[[], Layout]) -> Layout:
+    if not is_main() and not _appears(lambda: bool(read_manifest(directory))):
+        raise OSError(_not_shared(directory, MANIFEST))
+    layout = lay()
+    needed = identity | {"dtype": layout.dtype, "shard_tokens": layout.shard_tokens}
+    found = read_manifest(directory)
     # A target's name may be a path, and paths to one directory differ.
     differing = [key for key in needed if found and key != "target" and found.get(key) != needed[key]]
     if differing:
@@ -83,8 +136,8 @@ def claim(
         pairs = ", ".join(f"{key} is {found.get(key)!r}, needed is {needed[key]!r}" for key in shown)
         raise ValueError(f"{directory} holds other features ({pairs}); give another directory.")
     if not found:
-        layout.directory.mkdir(parents=True, exist_ok=True)
-        write_manifest(layout.directory, needed)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_manifest(directory, needed)
     return layout
 
 
@@ -119,50 +172,90 @@ def make(
 ) -> None:
     """Computes the shards that are missing, of every `process_count`-th one.
 
+    Where the target lies on devices of several processes, all of them call this and compute every batch together; each
+    then writes its share of the shards. On any mesh a batch's rows are split over its devices.
+
+    Args:
+      process_index, process_count: of processes that know nothing of each other, as `make_features.py` starts them.
+
     Raises:
       ValueError: features are beyond the range of the dtype they are kept in.
       OSError: the disk has not room enough, or cannot be written; whole shards stay.
+      RuntimeError: another process raised one of these.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(f"process_index is {process_index}; it must be below process_count, {process_count}.")
+    graphdef, params = nnx.split(target.model)
     missing = layout.missing(process_index, process_count)
+    together = spans_processes(params)
+    if together:
+        # As process 0 sees it: they must agree, and a network file system may show another machine less.
+        names = {shard.path for shard in missing}
+        wanted = from_main(np.asarray([shard.path in names for shard in layout.shards]))
+        missing = [shard for shard, is_wanted in zip(layout.shards, wanted, strict=True) if is_wanted]
+    agree = in_all if together else lambda work: work()
+    agree(partial(_require_room, layout, missing))
+    done, total = 0, sum(shard.tokens for shard in missing)
+    for number, shard in enumerate(missing):
+        features = None
+        if not together or number % jax.process_count() == jax.process_index():
+            features = np.empty((shard.tokens, layout.width), STORED[layout.dtype])
+        starts = layout.starts[shard.rows.start :] - layout.starts[shard.rows.start]
+        batches = _Batches([rows[index] for index in shard.rows], params, tokens_per_batch)
+        steps = range(batches.order.steps_per_epoch)
+        # One batch ahead, so that the device computes while the host stores.
+        computed = (features_of(graphdef, params, batches.at(step)).astype(layout.dtype) for step in steps)
+        for step, batch in zip(steps, _one_ahead(computed), strict=True):
+            values = to_host(batch)
+            if not np.isfinite(values).all():
+                raise ValueError(f"Some features of {target.name} are not finite in {layout.dtype}; try bfloat16.")
+            for place, index in enumerate(batches.order.at(step).rows.flat):
+                if features is not None and index != NO_ROW:
+                    begin, end = starts[index : index + 2]
+                    features[begin:end] = values[place, : end - begin].view(features.dtype)
+            done += batches.order.tokens_at(step)
+            progress(done, total)
+        agree(partial(_store, layout, shard, features))
+
+
+def _require_room(layout: Layout, missing: Sequence[Shard]) -> None:
     needed, free = layout.bytes_of(missing), free_bytes(layout.directory)
     if needed > free:
         raise OSError(
             f"The features still to be made take {decimal(needed)}, but where {layout.directory} is only "
             f"{decimal(free)} are free; make room or give another directory."
         )
-    graphdef, params = nnx.split(target.model)
-    done, total = 0, sum(shard.tokens for shard in missing)
-    for shard in missing:
-        features = np.empty((shard.tokens, layout.width), STORED[layout.dtype])
-        starts = layout.starts[shard.rows.start :] - layout.starts[shard.rows.start]
-        pipeline = Pipeline([rows[index] for index in shard.rows], BatchConfig(tokens_per_batch=tokens_per_batch))
-        steps = range(pipeline.order.steps_per_epoch)
-        # One batch ahead, so that the device computes while the host stores.
-        computed = map(partial(_computed, graphdef, params, pipeline, layout.dtype), steps)
-        for step, batch in zip(steps, _one_ahead(computed), strict=True):
-            values = np.asarray(batch)
-            if not np.isfinite(values).all():
-                raise ValueError(f"Some features of {target.name} are not finite in {layout.dtype}; try bfloat16.")
-            for place, index in enumerate(pipeline.order.at(step).rows.flat):
-                if index != NO_ROW:
-                    begin, end = starts[index : index + 2]
-                    features[begin:end] = values[place, : end - begin].view(features.dtype)
-            done += pipeline.order.tokens_at(step)
-            progress(done, total)
-        try:
-            write_shard(shard, features)
-        except OSError as error:
-            kept = len(layout.shards) - len(layout.missing())
-            raise OSError(
-                f"{error}; {kept} of {len(layout.shards)} shards are whole and stay: make room and run again, which "
-                "goes on from there."
-            ) from error
 
 
-def _computed(graphdef: nnx.GraphDef, params: nnx.State, pipeline: Pipeline, dtype: KeptDtype, step: int) -> jax.Array:
-    return features_of(graphdef, params, pipeline.batch_at(step).tokens).astype(dtype)
+def _store(layout: Layout, shard: Shard, features: np.ndarray | None) -> None:
+    """Writes a shard; without features, another process does."""
+    if features is None:
+        return
+    try:
+        write_shard(shard, features)
+    except OSError as error:
+        kept = len(layout.shards) - len(layout.missing())
+        raise OSError(
+            f"{error}; {kept} of {len(layout.shards)} shards are whole and stay: make room and run again, which "
+            "goes on from there."
+        ) from error
+
+
+class _Batches:
+    """A shard's rows as batches of tokens, on the mesh that the target's parameters lie on, if they do."""
+
+    def __init__(self, rows: Sequence[Row], params: nnx.State, tokens_per_batch: int):
+        self._mesh = mesh_of(params)
+        multiple, share = 1, Share(process_index=0, process_count=1)
+        if self._mesh is not None:
+            multiple, share = row_multiple(self._mesh), process_share(self._mesh)
+        config = BatchConfig(tokens_per_batch=tokens_per_batch, rows_multiple=multiple)
+        self._pipeline = Pipeline(rows, config, **share)
+        self.order = self._pipeline.order
+
+    def at(self, step: int) -> Any:  # i32[R, T]
+        tokens = self._pipeline.batch_at(step).tokens
+        return tokens if self._mesh is None else shard_batch(tokens, self._mesh, self.order.at(step).rows.size)
 
 
 def _one_ahead(items: Iterator[jax.Array]) -> Iterator[jax.Array]:

@@ -20,6 +20,7 @@ from eagle_jax.completion import Chunk, Completion, Row
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.head import Head, check_fit
 from eagle_jax.paths import cache_directory
+from eagle_jax.sharding import to_host
 from eagle_jax.target import Target
 
 Chat = Sequence[dict[str, str]]
@@ -264,7 +265,7 @@ class Job:
             width = min(1 + rounds * (self.program.drafter.depth + 1), state.tokens.shape[1])
             read = [[len(row.token_ids) for row in rows], [len(row.accepted) for row in rows]]
             news = decoding.news_since(state, *jax.device_put(np.asarray(read, np.int32)), width=width)
-        values = zip(*jax.device_get(news), strict=True)
+        values = zip(*to_host(news), strict=True)
         return [row.take(*value) for row, value in zip(rows, values, strict=True) if row.running]
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -144,7 +144,7 @@ def _placed(value: Any, sharding: NamedSharding) -> Array:
     if jax.process_count() == 1:
         return jax.device_put(value, sharding)
     if isinstance(value, Array) and not value.is_fully_addressable:
-        return jax.jit(lambda x: x, out_shardings=sharding)(value)
+        return jax.jit(_same, out_shardings=sharding)(value)
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
@@ -194,6 +194,20 @@ def process_rows(mesh: Mesh, rows: int) -> slice:
     return slice(begin, end)
 
 
+class Share(TypedDict):
+    """Which of so many equal pieces of a batch's rows a process brings."""
+
+    process_index: int
+    process_count: int
+
+
+def process_share(mesh: Mesh) -> Share:
+    """This process's piece of any batch; processes whose devices hold the same rows bring the same one."""
+    ways = row_multiple(mesh)
+    own = process_rows(mesh, ways)
+    return Share(process_index=own.start // (own.stop - own.start), process_count=ways // (own.stop - own.start))
+
+
 def shard_batch(batch: Any, mesh: Mesh, rows: int, *, axis: int = 0) -> Any:
     """A batch of `rows` rows over all processes, from the rows of `process_rows` that this process brings."""
     sharding = batch_sharding(mesh, axis=axis)
@@ -209,14 +223,29 @@ def shard_batch(batch: Any, mesh: Mesh, rows: int, *, axis: int = 0) -> Any:
 def to_host(tree: Any) -> Any:
     """Whole NumPy arrays on every process, whatever devices they lie on; all processes have to call it."""
 
-    def whole(value: Array) -> np.ndarray:
-        if value.is_fully_addressable:
-            return np.asarray(value)
+    def whole(value: Array) -> Array:
+        if value.is_fully_addressable or value.is_fully_replicated:
+            return value
         assert isinstance(value.sharding, NamedSharding)
-        everywhere = NamedSharding(value.sharding.mesh, P())
-        return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(value).addressable_data(0))
+        return jax.jit(_same, out_shardings=NamedSharding(value.sharding.mesh, P()))(value)
 
-    return jax.tree.map(whole, tree)
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def _same(x: Array) -> Array:  # one function, so that it is compiled once for a shape
+    return x
+
+
+def spans_processes(tree: Any) -> bool:
+    """Whether arrays lie on devices of other processes too, so that all have to compute with them together."""
+    return not jax.tree.leaves(tree)[0].is_fully_addressable
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that arrays have been laid out over; None where they lie on one device."""
+    sharding = jax.tree.leaves(tree)[0].sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def constrain(x: Array, *axes: str | None, rules: ShardingRules = RULES) -> Array:

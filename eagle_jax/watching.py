@@ -5,14 +5,16 @@ two steps. The records are a function of the run alone: what depends on the mach
 in TensorBoard. So a run that was killed and resumed leaves the records of an unbroken one.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
 import os
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ class Watcher:
 
         Raises:
           RuntimeError: TensorBoard is wanted, but tensorboardX is not installed.
+          OSError: the log cannot be written.
         """
         if every < 1:
             raise ValueError(f"every is {every}; it must be at least 1.")
@@ -71,7 +74,8 @@ class Watcher:
         self._speeds: deque[tuple[float, int]] = deque([(clock(), tokens)], maxlen=SPEED_STEPS + 1)
         self._console = console or Console(stderr=True)
         self._path = Path(directory).absolute() / LOG
-        self._board: Any = None
+        self._boards = self._path.with_name("tensorboard")
+        self._board: _Board | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -84,10 +88,13 @@ class Watcher:
         )
         self._task = self._bar.add_task("training", total=steps, completed=begun, said="")
         if self._writes:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with _telling(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
             if tensorboard:
-                self._board = _board(self._path.parent / "tensorboard", begun)
-            cut_log(self._path, begun)
+                with _telling(self._boards):
+                    self._board = _Board(self._boards, begun)
+            with _telling(self._path):
+                cut_log(self._path, begun)
         self._bar.start()
 
     def __enter__(self) -> "Watcher":
@@ -129,7 +136,8 @@ class Watcher:
         finally:
             self._bar.stop()
             if self._board is not None:
-                self._board.close()
+                with _telling(self._boards):
+                    self._board.close()
 
     def _show(self) -> None:
         reported, self._waiting = self._waiting, None
@@ -145,23 +153,24 @@ class Watcher:
         if not (step % self._every == 0 or step == self._steps or reported.notes):
             return
         record = {"step": step, "tokens": reported.tokens} | values
-        self._write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        with _telling(self._path), open(self._path, "a", encoding="utf-8") as log:
+            log.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            log.flush()
+            os.fsync(log.fileno())
         if self._board is not None:
-            for name, value in (values | {"tokens": reported.tokens, "tokens_per_second": speed}).items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
+            with _telling(self._boards):
+                self._board.add(step, values | {"tokens": reported.tokens, "tokens_per_second": speed})
         if self._bar.disable:
             self._console.print(f"step {step} of {self._steps}: {said}", markup=False, highlight=False)
 
-    def _write(self, line: str) -> None:
-        """Appends to the log, and has all of it on the disk."""
-        try:
-            with open(self._path, "a", encoding="utf-8") as log:
-                log.write(line)
-                log.flush()
-                os.fsync(log.fileno())
-        except OSError as error:
-            raise OSError(f"{self._path} cannot be written ({error}); make room and go on.") from error
+
+@contextlib.contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """Says what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error}); make room and go on.") from error
 
 
 def summary(values: Mapping[str, float], speed: float) -> str:
@@ -194,12 +203,40 @@ def _plain(record: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in record.items()}
 
 
-def _board(directory: Path, begun: int) -> Any:
-    try:
-        tensorboard = importlib.import_module("tensorboardX")
-    except ImportError as error:
-        raise RuntimeError(
-            'TensorBoard needs tensorboardX, which is not installed; pip install "eagle_jax[tensorboard]".'
-        ) from error
-    # Of what an earlier process wrote, steps from there on are not shown.
-    return tensorboard.SummaryWriter(str(directory), purge_step=begun + 1, filename_suffix=f".{begun}")
+class _Board:
+    """A file of TensorBoard's.
+
+    Written at once: tensorboardX's own writer does it in a thread, and a full disk would end that and not the run.
+    """
+
+    def __init__(self, directory: Path, begun: int):
+        try:
+            records = importlib.import_module("tensorboardX.record_writer")
+            self._event: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+            self._summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        except ImportError as error:
+            raise RuntimeError(
+                'TensorBoard needs tensorboardX, which is not installed; pip install "eagle_jax[tensorboard]".'
+            ) from error
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{begun}"
+        self._records = records.RecordWriter(str(directory / name))
+        self._write(file_version="brain.Event:2")
+        # Of what an earlier process wrote, steps from there on are not shown.
+        self._write(step=begun + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        shown = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=self._summary(value=shown))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, **content: Any) -> None:
+        try:
+            self._records.write(self._event.Event(wall_time=time.time(), **content).SerializeToString())
+            self._records.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._records.close()  # which gives up what it could not write
+            raise

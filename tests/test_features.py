@@ -9,14 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 from rig import tiny_target
 
-from eagle_jax import features, shards
+from eagle_jax import features, shards, training
 from eagle_jax.data import Row
+from eagle_jax.head import Head
 from eagle_jax.pipeline import NO_ROW, BatchConfig, Pipeline
 
 FORM = {"shard_tokens": 64}  # several shards, even of little
@@ -67,6 +70,32 @@ def test_T9_a_batch_with_kept_features_is_the_batch_without_them_and_the_targets
         for place, index in enumerate(offline.order.at(step).rows[0]):
             count = 0 if index == NO_ROW else len(rows[index].tokens)
             np.testing.assert_allclose(one.features[place, :count], computed[place, :count], atol=2e-3)
+
+
+def losses(target, rows, kept):
+    """Of four steps of the pipeline's batches, noise included; features that are not kept are computed in the step."""
+    recipe = training.TrainConfig(steps=4, learning_rate=1e-3, warmup_steps=0)
+    pipeline = Pipeline(rows, BatchConfig(tokens_per_batch=256, bucket=128), features=kept)  # of one shape
+    head = Head.random(target)
+    (graphdef, params), (of_target, target_params) = nnx.split(head.model), nnx.split(target.model)
+    state, found = training.init_state(params, recipe), []
+    for batch in pipeline.batches(0, recipe.steps, threads=0):
+        state, metrics = training.train_step(
+            state, head.ends, batch, target_params, graphdef=graphdef, config=recipe, target_graphdef=of_target
+        )
+        found.append([metrics[name] for name in ("loss", "regression", "cross_entropy")])
+    return np.asarray(found)
+
+
+def test_T9_the_step_learns_the_same_from_kept_features_as_from_its_own(tmp_path, target):
+    """Kept in 11 bits, a feature is off by 2**-11 of itself at most, and so are losses, which grow no faster."""
+    rows = some_rows()
+    online = losses(target, rows, None)
+    assert np.abs(online[0] / online[-1] - 1).max() > 0.01  # it learns
+    kept = shards.KeptFeatures(make(tmp_path / "kept", target, rows))
+    np.testing.assert_allclose(losses(target, rows, kept), online, rtol=2.0**-11)
+    other = shards.KeptFeatures(make(tmp_path / "other", tiny_target(seed=1), rows))
+    assert np.abs(losses(target, rows, other) / online - 1).max() > 0.01  # other features would show
 
 
 def test_shards_hold_consecutive_rows_and_the_size_is_known_before(tmp_path):
@@ -245,6 +274,51 @@ def test_features_beyond_float16s_range_are_not_kept_as_infinities(tmp_path):
         make(tmp_path / "float16", loud, rows)
     kept = shards.KeptFeatures(make(tmp_path / "bfloat16", loud, rows, dtype="bfloat16"))
     assert np.abs(np.asarray(kept[1], np.float32)).max() > 1e6
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """This process is the second of two, and the first, who is elsewhere, has no complaints."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([np.zeros_like(own), own]))
+    monkeypatch.setattr(features, "LATE", 0.0)
+
+
+def test_a_directory_that_is_not_shared_is_named(tmp_path, target, second_of_two):
+    """Before anything is computed, or in the end where a manifest was there."""
+    rows = some_rows()
+    with pytest.raises(OSError, match=r"^Process 1 of 2 does not find manifest.json in .* that they share\.$"):
+        features.load_or_make(tmp_path, target, rows)
+    assert list(tmp_path.iterdir()) == []
+    layout = shards.lay_out(tmp_path, rows, 64, shard_tokens=64)
+    form = {"dtype": layout.dtype, "shard_tokens": layout.shard_tokens}
+    shards.write_manifest(tmp_path, features._identity(target, rows) | form)
+    with pytest.raises(OSError, match=r"^Process 1 of 2 does not find shard-00000.npy in .*do not share"):
+        features.load_or_make(tmp_path, target, rows)
+    # What was its own to make is there.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "shard-00001.npy"]
+
+
+def test_what_another_process_writes_may_come_late(tmp_path, target, second_of_two, monkeypatch):
+    rows = some_rows()
+    monkeypatch.setattr(features, "LATE", 60.0)
+    appearing = iter(("manifest.json", "shard-00000.npy", "shard-00002.npy"))
+    with monkeypatch.context() as alone:
+        alone.setattr(jax, "process_count", lambda: 1)
+        alone.setattr(jax, "process_index", lambda: 0)
+        whole = make(tmp_path / "whole", target, rows)
+
+    def one_more(seconds):
+        name = next(appearing)
+        (tmp_path / "here").mkdir(exist_ok=True)
+        (tmp_path / "here" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+
+    monkeypatch.setattr(features.time, "sleep", one_more)
+    kept = features.load_or_make(tmp_path / "here", target, rows, tokens_per_batch=128)
+    assert len(kept) == len(rows) and list(appearing) == []
+    for shard in whole.shards:
+        assert (tmp_path / "here" / shard.path.name).read_bytes() == shard.path.read_bytes()
 
 
 def test_free_bytes_of_a_directory_that_is_not_there_yet(tmp_path):

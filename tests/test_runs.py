@@ -22,7 +22,7 @@ from test_processes import run as run_process
 from training_run import Plan, Stopped, batch_of, last_state, open_run, parts, same, train
 
 import eagle_jax as ej
-from eagle_jax import runs, training
+from eagle_jax import runs, training, watching
 
 ROOT = Path(__file__).parent.parent
 SMALL = Plan(size=32)
@@ -292,6 +292,38 @@ def test_a_full_disk_is_one_sentence_and_the_last_step_stays(small, tmp_path, mo
     assert str(caught.value).endswith("the last whole step there is 1: make room and go on from that.")
     assert steps_in(tmp_path) == {1}
     assert same(last_state(tmp_path, SMALL), states[0])
+
+
+class Full:
+    """`open` on a disk that fills: from the moment that it is told to, files are the device for full disks."""
+
+    def __init__(self):
+        self.now = False
+
+    def __call__(self, path, *arguments, **options):
+        return open("/dev/full" if self.now else path, *arguments, **options)
+
+
+def test_a_log_that_cannot_be_written_ends_a_run_that_is_gone_on_with(tmp_path, monkeypatch):
+    """One sentence that names it; the step that was saved stays, and what follows is what an unbroken run leaves."""
+    plan, log = Plan(steps=10, size=32), tmp_path / "run" / "log.jsonl"
+    whole, full, said = train(tmp_path / "whole", plan), Full(), []
+
+    def say(text):
+        said.append(text)
+        full.now |= text == "step 6"
+
+    with monkeypatch.context() as disk:
+        disk.setattr(watching, "open", full, raising=False)
+        with pytest.raises(OSError) as caught:
+            train(tmp_path / "run", plan, say=say)
+    assert str(caught.value) == f"{log} cannot be written ([Errno 28] No space left on device); make room and go on."
+    assert said[-1] == "step 6"  # whose record is written when step 7 has been handed to the device
+    assert steps_in(tmp_path / "run") == {5}
+    assert equal(exported(tmp_path / "run", parts(plan.size)[0]), rounded(last_state(tmp_path / "run", plan)))
+    resumed = train(tmp_path / "run", plan)
+    assert same(whole, resumed)
+    assert log.read_bytes() == (tmp_path / "whole" / "log.jsonl").read_bytes()
 
 
 NO_ROOM = """

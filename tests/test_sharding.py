@@ -43,6 +43,13 @@ def launch(job, output, devices, **options):
     )
 
 
+def free_address():
+    """Where process 0 of several can be reached."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 def arrays_of(*running):
     """What each of the jobs left behind."""
     printed = [process.communicate()[0] for process in running]
@@ -301,9 +308,7 @@ def test_a_target_is_read_by_parts(stored, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 2, "fsdp": 1}], ids=["fsdp", "data"])
 def test_two_processes_train_as_one(stored, tmp_path, mesh):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    coordinator = free_address()
     running = [
         launch(
             "process",

@@ -1,5 +1,6 @@
 """What is shown and recorded of a run, when it is fetched, and what a resumed run's log holds."""
 
+import errno
 import io
 import json
 import sys
@@ -31,7 +32,8 @@ def metrics(step):
 
 
 def records(path):
-    return [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+    log = path / "log.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def watcher(path, **options):
@@ -121,6 +123,42 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path):
         watch.flush()
 
 
+def test_a_log_that_cannot_be_cut_is_named_and_stays(tmp_path, monkeypatch):
+    """A resumed run begins by taking off what is no longer true."""
+    with watcher(tmp_path, every=1) as watch:
+        watch.step(1, metrics(1), tokens=1)
+    before = (tmp_path / "log.jsonl").read_bytes()
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(OSError, match=r"log.jsonl cannot be written \(.*No space left\); make room"):
+        watcher(tmp_path)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_tensorboards_files_that_cannot_be_written_are_named(tmp_path, monkeypatch, kept):
+    """From some record on, the device for full disks takes their place; the log has what was before."""
+    record_writer, opened = pytest.importorskip("tensorboardX.record_writer"), []
+
+    class Filling(io.FileIO):
+        def write(self, data):
+            with open("/dev/full", "wb", buffering=0) as full:
+                return super().write(data) if len(records(tmp_path)) <= kept else full.write(data)
+
+    def open_file(path):
+        opened.append(io.BufferedWriter(Filling(path, "w")))
+        return opened[-1]
+
+    monkeypatch.setattr(record_writer, "open_file", open_file)
+    with (
+        pytest.raises(OSError, match=r"/tensorboard cannot be written \(.*No space left.*\); make room and go on\.$"),
+        watcher(tmp_path, every=1, tensorboard=True) as watch,
+    ):
+        for step in range(1, 6):
+            watch.step(step, metrics(step), tokens=step)
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, kept + 2))
+    assert [file.closed for file in opened] == [True]
+
+
 def test_tensorboard_has_what_the_log_has_and_the_speed(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
@@ -144,6 +182,6 @@ def test_tensorboard_has_what_the_log_has_and_the_speed(tmp_path):
 
 
 def test_a_missing_tensorboard_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX.record_writer", None)
     with pytest.raises(RuntimeError, match=r"pip install \"eagle_jax\[tensorboard\]\""):
         watcher(tmp_path, tensorboard=True)

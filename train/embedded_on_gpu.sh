@@ -11,12 +11,16 @@
 # own, and what it has by then is what the next one gets; so the whole ends in time on a slower machine, too.
 set -euo pipefail
 
+refuse() { echo "error: $1" >&2 && exit 2; }
+
 preset=h200 model="" prompts="" evaluate="" output=""
 while (($# > 0)); do
   case "$1" in
-    --preset | --model | --prompts | --evaluate | --output) declare "${1#--}=${2:?$1 needs a value}" && shift 2 ;;
-    *) echo "error: unknown option $1" >&2 && exit 2 ;;
+    --preset | --model | --prompts | --evaluate | --output) ;;
+    *) refuse "unknown option $1; there are --preset, --model, --prompts, --evaluate and --output" ;;
   esac
+  [[ -n "${2:-}" && "${2:-}" != --* ]] || refuse "$1 needs a value"
+  declare "${1#--}=$2" && shift 2
 done
 case "$preset" in
   h200)
@@ -24,13 +28,16 @@ case "$preset" in
     steps=2400 batch=65536 training_time=210 pick="--limit 20 --batch 20"
     ;;
   tiny)
-    writing=60 rows=8 asked=12 invented=4 words=24
+    writing=600 rows=8 asked=12 invented=4 words=24
     steps=6 batch=1024 training_time=600 pick="--limit 1 --batch 1 --max-new-tokens 8 --tree.nodes 8 --tree.depth 3 --tree.top-k 3"
     ;;
-  *) echo "error: --preset is $preset; it must be h200 or tiny" >&2 && exit 2 ;;
+  *) refuse "--preset is $preset; it must be h200 or tiny" ;;
 esac
-[[ -n "$output" && -n "$prompts" && -n "$evaluate" ]] ||
-  { echo "error: --prompts, --evaluate and --output are needed" >&2 && exit 2; }
+[[ -n "$output" && -n "$prompts" && -n "$evaluate" ]] || refuse "--prompts, --evaluate and --output are needed"
+# shellcheck disable=SC2086  # lists of files
+for file in $model $prompts $evaluate; do
+  [[ -r "$file" ]] || refuse "there is no file $file that can be read"
+done
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

@@ -53,7 +53,7 @@ class Options:
     draft_vocabulary: int = 8192  # most frequent tokens that the head drafts over; 0 = all
     loss_vocabulary: int = 0  # most frequent tokens that the cross-entropy is over; 0 = those that are drafted
     held_out: float = 0.05  # share of conversations, from the end, that are not trained on
-    tau_prompts: int = 8  # of them, decoded for live tau; 0 = none. Of several processes none decodes
+    tau_prompts: int = 8  # of them, decoded for live tau; 0 = none
     tau_tokens: int = 64  # new ones for each prompt
     evaluate_every: int = 500  # optimizer steps
     save_every: int = 250  # optimizer steps; an evaluation saves too
@@ -129,8 +129,6 @@ def begin(options: Options, target: ej.Target, rows: list[Row]) -> Head:
 
 def tau_prompts(options: Options, target: ej.Target, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
     """What users ask first in unseen conversations."""
-    if jax.process_count() > 1:
-        return []
     # What has no answer, or nothing before it, is left out of training and is no prompt either.
     asked = [asked for messages in conversations if (asked := before_answer(messages)) and len(asked) < len(messages)]
     prompts = [generation.encode_prompt(target, messages) for messages in asked[: options.tau_prompts]]
@@ -140,8 +138,7 @@ def tau_prompts(options: Options, target: ej.Target, conversations: list[list[di
 def batches_of(options: Options, mesh: Mesh, target: ej.Target, seen: list[Row], held: list[Row]) -> list[Pipeline]:
     """This process's batches of the rows that are trained on, and of those that are not."""
     multiple = sharding.row_multiple(mesh)
-    own = sharding.process_rows(mesh, multiple)
-    share = {"process_index": own.start // (own.stop - own.start), "process_count": multiple // (own.stop - own.start)}
+    share = sharding.process_share(mesh)
     config = BatchConfig(
         tokens_per_batch=options.tokens_per_batch,
         accumulate=options.recipe.accumulate,
@@ -152,10 +149,11 @@ def batches_of(options: Options, mesh: Mesh, target: ej.Target, seen: list[Row],
     if options.online:
         return [Pipeline(seen, config, **share), Pipeline(held, whole, **share)]
     directory = options.features or options.output / "features"
-    if jax.process_count() > 1:
-        missing = features.claim(directory, target, seen + held).missing()
-        require(not missing, f"{directory} lacks {len(missing)} shards of features; run train/make_features.py first.")
-    said = lambda done, total: print(f"features: {done} of {total} tokens", end="\r", file=sys.stderr)  # noqa: E731
+
+    def said(done: int, total: int) -> None:
+        if distributed.is_main():
+            print(f"features: {done} of {total} tokens", end="\r", file=sys.stderr)
+
     store = features.load_or_make(directory, target, seen + held, progress=said)
     parts = [store[index] for index in range(len(seen))], [store[index] for index in range(len(seen), len(store))]
     return [
