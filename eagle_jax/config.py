@@ -271,8 +271,8 @@ class TreeConfig:
         )
         _require(
             self.children == "best" or self.kind != "dynamic",
-            "TreeConfig.children is 'sampled', but kind is 'dynamic', a shape that its tokens decide, which changes the "
-            "law of drawn ones; set kind='static' or kind='chain'.",
+            "TreeConfig.children is 'sampled', but kind is 'dynamic', whose shape would depend on what is drawn; "
+            "set kind='static' or kind='chain'.",
         )
         _require(
             self.choices is None or self.kind == "static",

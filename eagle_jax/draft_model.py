@@ -72,7 +72,9 @@ class DraftModel:
         """
         config, every = target.config, target.config.num_hidden_layers
         if not 1 <= n <= every:
-            raise ValueError(f"first_layers is asked for {n} layers of {target.name}; it has from 1 to {every} to give.")
+            raise ValueError(
+                f"first_layers is asked for {n} layers of {target.name}; it has from 1 to {every} to give."
+            )
         kinds = None if config.layer_types is None else config.layer_types[:n]
         config = dataclasses.replace(config, num_hidden_layers=n, layer_types=kinds)
         shapes = nnx.eval_shape(lambda: TargetModel(config, dtype=target.dtype, rngs=nnx.Rngs(0)))

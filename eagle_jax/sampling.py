@@ -20,7 +20,7 @@ from jax import Array
 
 from eagle_jax.config import SamplingConfig
 
-# Tags of the keys for drawn children, for accepting them, and for the token where none is. No token's index is as large.
+# Tags of keys: for drawn children, for accepting them, for the token where none is. No token's index is so large.
 DRAWN, ACCEPTED, RESIDUAL = range(2**31, 2**31 + 3)
 
 

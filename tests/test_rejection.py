@@ -267,7 +267,7 @@ def slow_descent(tree, row, node, p, uniforms, residual):
             return token, int(child)
         p = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
         q[token] = 0
-        q = q / q.sum()
+        q = q / (q.sum() or 1)
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(p) + residual)), None
 
