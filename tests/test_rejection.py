@@ -341,8 +341,8 @@ def test_greedy_rows_beside_drawn_ones_are_plain(target, greedy_rows, vocabulary
     options = {"max_new_tokens": 32, "sampling": HALF_GREEDY, "seed": 3}
     plain, done = (ej.generate(target, h, PROMPTS, tree=SAMPLED, **options) for h in (None, head))
     assert [done[row].token_ids for row in greedy_rows] == [plain[row].token_ids for row in greedy_rows]
-    assert mean_accepted([done[row] for row in greedy_rows]) > 0.3
-    assert mean_accepted(done) > 0.3
+    assert mean_accepted([done[row] for row in greedy_rows]) > 0.1
+    assert mean_accepted(done) > 0.1
     assert all(len(row.token_ids) == 32 and np.isfinite(row.logprobs).all() for row in done)
 
 
@@ -357,10 +357,10 @@ def test_a_greedy_batch_is_that_of_best_children(target, head):
 
 def test_a_drawn_row_is_its_single_run(target, head):
     """Draws, too, are a function of the row's own key."""
-    options = {"max_new_tokens": 16, "tree": SAMPLED, "sampling": WARM}
-    rows = ej.generate(target, head, PROMPTS[:4], seed=[4, 5, 6, 7], **options)
-    alone = ej.generate(target, head, PROMPTS[2], seed=[6], **options)
-    assert rows[2].token_ids == alone.token_ids and rows[2].accepted == alone.accepted
+    options = {"max_new_tokens": 32, "tree": SAMPLED}
+    rows = ej.generate(target, head, PROMPTS, seed=list(range(8)), sampling=HALF_GREEDY, **options)
+    alone = ej.generate(target, head, PROMPTS[5], seed=[5], sampling=HALF_GREEDY[5], **options)
+    assert rows[5].token_ids == alone.token_ids and rows[5].accepted == alone.accepted
 
 
 @SLOW
