@@ -12,6 +12,11 @@ texts are plain decoding's, each in all repeats, and 1 differs only where its tw
 (2e-4 in float32, 2 units in the last place in bfloat16). "0.58/0.27" under "accepted 2": 0.58 of all rounds accepted at
 least 2 draft tokens, and 0.27 of those that accepted at least 1.
 
+Methods: dynamic (EAGLE-2), static (EAGLE-1) and chain draft with the head; eagle-1-sampled draws the static tree's
+tokens at random, as EAGLE-1 was published; speculative is standard speculative sampling, a chain drawn from
+--draft-model; first-layers draws one from the target's own --first-layers. At temperature 0 what is drawn is the best;
+above it, texts with drawn children have plain decoding's law, not its tokens, so that "same text" stays empty.
+
 --peer transformers runs `generate` of transformers in PyTorch as well, plain and with prompt look-up, with the same
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
 otherwise: spinning ones are slow on cores that others use.
@@ -40,10 +45,12 @@ class Options:
     prompts: list[Path]
     limit: int = 20  # prompts taken from each file
     raw: bool = False  # decode prompts as plain text, without the chat template
-    methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain
+    methods: tuple[str, ...] = ("dynamic",)  # besides plain; a name that is not known lists all that are
     peer: Literal["transformers"] | None = None
     target: str = "smollm2-135m"
     head: str = "smollm2-135m"
+    draft_model: str | None = None  # a smaller model with the target's vocabulary, for speculative
+    first_layers: int = 4  # of the target's, for first-layers
     dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
     max_new_tokens: int = 96
     batch: int = 1  # prompts decoded together
@@ -54,7 +61,7 @@ class Options:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    tree: ej.TreeConfig = ej.TreeConfig()  # nodes, depth, top_k and choices; the kind is the method's
+    tree: ej.TreeConfig = ej.TreeConfig()  # nodes, depth, top_k and choices; kind and children are the method's
     output: Path | None = None  # directory for bench.json, bench.csv and bench.png
 
     def __post_init__(self):
@@ -67,6 +74,10 @@ class Options:
         require(len(set(names)) == len(names), f"Two files of prompts have one name, among {', '.join(names)}.")
         for name in self.methods:
             require(name in METHODS, f"There is no method {name!r}; known methods: {', '.join(METHODS)}.")
+        require(
+            self.draft_model is not None or "speculative" not in self.methods,
+            "The method speculative needs a smaller model with the target's vocabulary; name it with --draft-model.",
+        )
         require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a speed needs at least 2.")
         require(self.peer is None or self.batch == 1, f"batch is {self.batch}; a peer decodes 1 prompt at a time.")
         kept = self.output and self.output / "bench.json"
@@ -81,26 +92,39 @@ class Options:
 
 
 class Method(NamedTuple):
-    """A way to draft: what loads the drafter, and the kind of its tree."""
+    """A way to draft: what loads the drafter, the kind of its tree, and whether children are the best or drawn."""
 
     load: Callable[[ej.Target, Options], ej.Head | generation.BindsDrafter]
     kind: str
+    children: str = "best"
 
 
 def load_head(target: ej.Target, options: Options) -> ej.Head:
     return ej.load_head(options.head, target)
 
 
+def load_draft_model(target: ej.Target, options: Options) -> ej.DraftModel:
+    assert options.draft_model is not None
+    return ej.DraftModel(ej.load_target(options.draft_model, dtype=target.dtype))
+
+
+def load_first_layers(target: ej.Target, options: Options) -> ej.DraftModel:
+    return ej.DraftModel.first_layers(target, options.first_layers)
+
+
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
     "static": Method(load_head, "static"),
     "chain": Method(load_head, "chain"),
+    "eagle-1-sampled": Method(load_head, "static", "sampled"),
+    "speculative": Method(load_draft_model, "chain", "sampled"),
+    "first-layers": Method(load_first_layers, "chain", "sampled"),
 }
 
 
 def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfig, dict[str, measure.Way]]]:
     """For each temperature, plain decoding, the methods and the peers by name."""
-    trees = {name: tree_for(options.tree, METHODS[name].kind) for name in options.methods}
+    trees = {name: tree_for(options.tree, METHODS[name].kind, METHODS[name].children) for name in options.methods}
     drafters = {load: load(target, options) for load in {METHODS[name].load for name in options.methods}}
     model = peers.torch_model(target) if options.peer else None
     settings: dict[str, Any] = {"target": target, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
@@ -109,7 +133,9 @@ def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfi
         shared: dict[str, Any] = settings | {"sampling": sampling}
         ways: dict[str, measure.Way] = {"plain": measure.Decoding(drafter=None, **shared)}
         for name in options.methods:
-            ways[name] = measure.Decoding(drafter=drafters[METHODS[name].load], tree=trees[name], **shared)
+            same_text = trees[name].children == "best" or sampling.temperature == 0
+            drafter = drafters[METHODS[name].load]
+            ways[name] = measure.Decoding(drafter=drafter, tree=trees[name], same_text=same_text, **shared)
         if model is not None:
             ways["transformers"] = peers.TransformersDecoding(model=model, **shared)
             ways["prompt lookup"] = peers.TransformersDecoding(model=model, lookup=True, **shared)
@@ -117,14 +143,18 @@ def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfi
     return found
 
 
-def tree_for(tree: ej.TreeConfig, kind: Any) -> ej.TreeConfig:
-    return dataclasses.replace(tree, kind=kind, choices=tree.choices if kind == "static" else None)
+def tree_for(tree: ej.TreeConfig, kind: Any, children: Any) -> ej.TreeConfig:
+    return dataclasses.replace(tree, kind=kind, choices=tree.choices if kind == "static" else None, children=children)
 
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
     names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
+    if "speculative" in options.methods:
+        fields["draft_model"] = options.draft_model
+    if "first-layers" in options.methods:
+        fields["first_layers"] = options.first_layers
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})
 

@@ -50,6 +50,11 @@ class Options:
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be at least 1.")
         require(len(self.prompts) > 0 and len(self.seeds) > 0, "Give at least one file of prompts and one seed.")
         require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a comparison needs at least 2.")
+        require(
+            self.tree.children == "best" or self.sampling.temperature == 0,
+            f"temperature is {self.sampling.temperature} and tree.children 'sampled', which keeps a text's law but not "
+            f"its tokens; compare at temperature 0, or with tree.children 'best'.",
+        )
 
 
 def ways_for(options: Options, target: ej.Target, head: ej.Head, seed: int) -> dict[str, measure.Decoding]:

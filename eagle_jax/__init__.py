@@ -4,6 +4,7 @@ from eagle_jax.checkpoint import load_head, save_head
 from eagle_jax.completion import Chunk, Completion
 from eagle_jax.config import HeadConfig, ModelConfig, RopeScaling, SamplingConfig, TreeConfig
 from eagle_jax.conversation import Conversation
+from eagle_jax.draft_model import DraftModel
 from eagle_jax.generation import generate, stream
 from eagle_jax.head import Head
 from eagle_jax.loading import load_target
@@ -13,6 +14,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "Conversation",
+    "DraftModel",
     "Head",
     "HeadConfig",
     "ModelConfig",

@@ -247,6 +247,9 @@ class TreeConfig:
     top_k: frontier width and children of an expanded node, for a dynamic tree.
     choices: the paths of a static tree; (0, 2) is the third-best child of the root's best child.
       None is EAGLE-1's default of 26 nodes.
+    children: which tokens a node of a "static" or "chain" tree gets: the draft's "best", or ones "sampled" from its
+      distribution, as EAGLE-1 and speculative sampling were published. At temperature 0 both are the best. Sampled ones
+      leave the law of the text as it is, but not its tokens under a seed.
     """
 
     kind: Literal["dynamic", "static", "chain"] = "dynamic"
@@ -254,6 +257,7 @@ class TreeConfig:
     depth: int = 6
     top_k: int = 10
     choices: tuple[Path, ...] | None = None
+    children: Literal["best", "sampled"] = "best"
 
     def __post_init__(self):
         _require(
@@ -261,6 +265,15 @@ class TreeConfig:
             f"TreeConfig.kind is {self.kind!r}; it must be 'dynamic', 'static' or 'chain'.",
         )
         _require_positive(self, "nodes", "depth", "top_k")
+        _require(
+            self.children in ("best", "sampled"),
+            f"TreeConfig.children is {self.children!r}; it must be 'best' or 'sampled'.",
+        )
+        _require(
+            self.children == "best" or self.kind != "dynamic",
+            "TreeConfig.children is 'sampled', but kind is 'dynamic', whose shape would depend on what is drawn; "
+            "set kind='static' or kind='chain'.",
+        )
         _require(
             self.choices is None or self.kind == "static",
             f"TreeConfig.choices shape a static tree, but kind is {self.kind!r}; leave them out or set kind='static'.",

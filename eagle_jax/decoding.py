@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 
 from eagle_jax import cache as kv
-from eagle_jax import layers, sampling, verify
+from eagle_jax import layers, rejection, sampling, verify
 from eagle_jax.config import ModelConfig
 from eagle_jax.draft import Committed, Drafter
 from eagle_jax.tree import Tree, ancestor_mask
@@ -206,7 +206,9 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[
         logits_at = verify.of_nodes(logits)
         if drafter.wants_choices:
             choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    accepted = verify.walk(tree, logits_at, sampler.choose, drafter.depth, running, state.seen)
+    sampled = tree.proposals is not None
+    descend = rejection.by_rejection(tree, sampler) if sampled else verify.by_choice(tree, sampler.choose)
+    accepted = verify.walk(tree, logits_at, descend, drafter.depth, running, state.seen)
     round_index = jnp.where(running, state.rounds, state.accepted.shape[1])
     state = dataclasses.replace(
         state,

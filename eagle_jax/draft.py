@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from eagle_jax.config import Path, TreeConfig
-from eagle_jax.sampling import Sampler
+from eagle_jax.sampling import DRAWN, Sampler
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
 
 # The default tree of EAGLE-1's published code: 25 nodes below the root, 5 levels.
@@ -272,24 +272,46 @@ def draft_static(
     root: Array,
     token_ids: Callable[[Array], Array],
     choices: tuple[Path, ...],
+    sampler: Sampler | None = None,
 ) -> Tree:
     """EAGLE-1's tree (section 3.1): its shape is given, the draft model fills in the tokens. A chain is one of these.
 
-    Arguments are those of `draft_dynamic`; `choices` are the paths, none of them with a rank at or over W.
+    Other arguments are those of `draft_dynamic`.
+
+    Args:
+      choices: the paths, none of them with a rank at or over W.
+      sampler: None gives nodes their best children. Else children are drawn without replacement from the draft's
+        distribution under the target's processors, for `rejection.by_rejection`: of a node's children in `choices`, the
+        first is what was drawn first, and so on. `start` and `step` then give logits in place of log-probabilities.
     """
-    batch = root.shape[0]
+    batch, vocab_size = start.log_probs.shape
     levels = static_levels(choices)
     log_probs, features = start.log_probs[:, None], start.feature[:, None]  # of the nodes run last
+    index = jnp.arange(vocab_size)
+    ids = token_ids(index)
+    seen = None if sampler is None or sampler.seen is None else sampler.seen[:, None, ids]  # bool[B, K, W]
+    proposals = []
     path_scores = jnp.zeros((batch, 1), jnp.float32)
     ancestors = jnp.zeros((batch, 1, 0), bool)
     columns = []
     for depth, level in enumerate(levels, start=1):
-        expanded, ranks = np.asarray(level.expanded), np.asarray(level.ranks)
-        best_scores, best = jax.lax.top_k(log_probs, max(level.ranks) + 1)
-        tokens = token_ids(best)[:, expanded, ranks]
-        scores = best_scores[:, expanded, ranks] + path_scores[:, expanded]
-        shape = (batch, len(ranks))
-        columns.append((tokens, jnp.broadcast_to(np.asarray(level.parents), shape), jnp.full(shape, depth), scores))
+        expanded = np.asarray(level.expanded)
+        if sampler is None:
+            ranks = np.asarray(level.ranks)
+            best_scores, best = jax.lax.top_k(log_probs, ranks.max() + 1)
+        else:
+            ranks = np.asarray([level.parents[:i].count(parent) for i, parent in enumerate(level.parents)])
+            log_probs = sampler.draft_log_probs(log_probs, seen)
+            best_scores, best = draw_children(log_probs, depth - 1, ranks.max() + 1, sampler)
+            proposals.append(log_probs)
+        carried = best[:, expanded, ranks]
+        tokens, scores = token_ids(carried), best_scores[:, expanded, ranks] + path_scores[:, expanded]
+        shape = batch, len(ranks)
+        parents = jnp.broadcast_to(np.asarray(level.parents), shape)
+        if sampler is not None:
+            # Where fewer tokens have a probability than children are wanted, the rest is padding.
+            parents = jnp.where(jnp.isneginf(scores), NO_PARENT, parents)
+        columns.append((tokens, parents, jnp.full(shape, depth), scores))
         if not level.inner:
             break
         inner = np.asarray(level.inner)
@@ -297,9 +319,48 @@ def draft_static(
         itself = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
         ancestors = jnp.concatenate([ancestors[:, parent], itself], axis=-1)
         path_scores = scores[:, inner]
+        if seen is not None:
+            seen = seen[:, parent] | (index == carried[:, inner, None])
         frontier = Frontier(tokens[:, inner], features[:, parent], depth, ancestors)
         carry, log_probs, features = step(carry, frontier)
-    return _below(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*columns, strict=True)))
+    tree = _below(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*columns, strict=True)))
+    if sampler is None:
+        return tree
+    # Without a draft vocabulary `token_ids` hands back what it was given.
+    return dataclasses.replace(
+        tree,
+        proposals=jnp.concatenate(proposals, axis=1),
+        proposal_of=jnp.broadcast_to(np.asarray(_proposal_places(levels), np.int32), tree.tokens.shape),
+        vocabulary=None if ids is index else ids,
+    )
+
+
+def draw_children(log_probs: Array, level: int, count: int, sampler: Sampler) -> tuple[Array, Array]:
+    """Draws tokens for nodes at `level` without replacement (the Gumbel top-k trick, arXiv 1903.06059, section 3).
+
+    One noise serves all nodes of a level: a walk comes to one of them, and which one that is was settled above.
+
+    Args:
+      log_probs: f32[B, K, W].
+      count: C, how many to draw.
+
+    Returns:
+      Log-probabilities f32[B, K, C] and indices i32[B, K, C] in the order of the draws; in a greedy row the best ones.
+    """
+    draw = jax.vmap(lambda key: jax.random.gumbel(key, (log_probs.shape[-1],)))
+    noise = draw(sampler.keys_for(DRAWN, level)) * (sampler.params.temperature > 0)[:, None]
+    _, drawn = jax.lax.top_k(log_probs + noise[:, None], count)
+    return jnp.take_along_axis(log_probs, drawn, axis=-1), drawn
+
+
+def _proposal_places(levels: list[StaticLevel]) -> list[int]:
+    """For the root and each node with children its place among these, level by level; 0 for the others."""
+    places, count = [0], 1
+    for level in levels:
+        for i in range(len(level.parents)):
+            places.append(count if i in level.inner else 0)
+            count += i in level.inner
+    return places
 
 
 def static_choices(config: TreeConfig, vocab_size: int) -> tuple[Path, ...]:

@@ -64,6 +64,9 @@ def generate(
 ) -> Completion | list[Completion]:
     """Decodes prompts; the text is the target's own, whatever drafts.
 
+    A seed's text is the same whatever drafts, but where children are drawn (`tree.children` "sampled" at a temperature
+    above 0): those leave the law of the text as it is, not the text.
+
     Args:
       target: the model whose text is wanted.
       head: drafts tokens for the target to check; None decodes plainly, one token a forward.

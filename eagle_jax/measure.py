@@ -95,7 +95,8 @@ class Decoding:
         if drafter.nodes == 1:
             return ""
         width = f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" else ""
-        return f"{self.tree.kind}, {drafter.nodes} nodes, depth {drafter.depth}{width}"
+        drawn = ", sampled" if self.tree.children == "sampled" else ""
+        return f"{self.tree.kind}, {drafter.nodes} nodes, depth {drafter.depth}{width}{drawn}"
 
     def job(self, prompts: Sequence[Sequence[int]]) -> generation.Job:
         return generation.prepare(

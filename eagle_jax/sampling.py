@@ -4,7 +4,9 @@ The noise depends on (row key, absolute token index) only. So a row's text depen
 a round tests, and greedy decoding is the case of temperature 0 (the Gumbel-max trick; EAGLE's claim of losslessness,
 section 3.3, becomes equality token for token).
 
-B batch rows, V vocabulary.
+What a sampled tree needs beside that noise (`rejection.py`) comes from keys of its own.
+
+B batch rows, K nodes, V vocabulary, W draft vocabulary.
 """
 
 import dataclasses
@@ -17,6 +19,9 @@ import numpy as np
 from jax import Array
 
 from eagle_jax.config import SamplingConfig
+
+# Tags of keys: for drawn children, for accepting them, for the token where none is. No token's index is so large.
+DRAWN, ACCEPTED, RESIDUAL = range(2**31, 2**31 + 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,9 @@ def keep_mask(logits: Array, params: SamplingParams, processors: Processors) -> 
     keep = jnp.ones(logits.shape, bool)
     if processors.top_k or processors.top_p:
         ordered = -jnp.sort(-scaled, axis=-1)
-        kept = ordered >= jnp.take_along_axis(ordered, params.top_k[:, None] - 1, axis=1)
+        # A draft vocabulary may be smaller than top_k.
+        fewest = jnp.minimum(params.top_k, logits.shape[-1])[:, None]
+        kept = ordered >= jnp.take_along_axis(ordered, fewest - 1, axis=1)
         if processors.top_p:
             probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
             before = jnp.cumsum(probabilities, axis=-1) - probabilities
@@ -131,6 +138,23 @@ def choose(
     return jnp.argmax(perturbed(logits, params, processors, keys, index, seen), axis=-1).astype(jnp.int32)
 
 
+def log_probabilities(
+    logits: Array, params: SamplingParams, processors: Processors, seen: Array | None = None
+) -> Array:  # f32[B, V]
+    """The distribution that `choose` draws from, -inf for tokens that are filtered out.
+
+    A greedy row's is that of its logits as they are, penalty aside.
+    """
+    if processors.repetition_penalty:
+        assert seen is not None
+        logits = penalize(logits, seen, params.repetition_penalty)
+    keep = keep_mask(logits, params, processors)
+    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    # Relative to the best logit, so that a tiny temperature gives -inf for the others and never a NaN.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    return jax.nn.log_softmax(jnp.where(keep, scaled, -jnp.inf), axis=-1)
+
+
 def row_keys(seed: int | Sequence[int], rows: int) -> Array:
     """key[B]. An int: row i uses fold_in(key(seed), i). A list: row i uses fold_in(key(seed_i), 0), as if alone."""
     if isinstance(seed, int):
@@ -157,3 +181,22 @@ class Sampler:
     def noise(self, level: Array | int, vocab_size: int) -> Array:
         """f32[B, V], the Gumbel noise that a choice at `level` will be made with."""
         return gumbel_noise(self.keys, self.index + level, vocab_size)
+
+    def log_probs(self, logits: Array, seen: Array | None) -> Array:
+        """f32[B, V], the distribution that `choose` draws from at any level."""
+        return log_probabilities(logits, self.params, self.processors, seen)
+
+    def draft_log_probs(self, logits: Array, seen: Array | None) -> Array:
+        """A draft model's logits f32[B, K, W] as log-probabilities under the target's processors.
+
+        Args:
+          seen: bool[B, K, W], the tokens before each node; None where nothing asks for it.
+        """
+        over_nodes = jax.vmap(self.log_probs, in_axes=(1, None if seen is None else 1), out_axes=1)
+        log_probs = over_nodes(logits, seen)
+        return jnp.where(jnp.isnan(log_probs), -jnp.inf, log_probs)  # a broken model proposes nothing
+
+    def keys_for(self, tag: int, level: Array | int) -> Array:
+        """key[B] for what is drawn at `level` beside the walk's noise: a function of (row key, tag, absolute index)."""
+        fold = jax.vmap(lambda key, index: jax.random.fold_in(jax.random.fold_in(key, tag), index))
+        return fold(self.keys, self.index + level)

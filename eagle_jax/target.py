@@ -35,13 +35,16 @@ class TargetModel(nnx.Module):
         self,
         tokens: Array,  # i32[B, T]
         positions: Array,  # i32[B or 1, T]
-        block_mask: Array,  # bool[B or 1, T, T]
+        block_mask: Array,  # bool[B or 1, T, U]
         prefix: kv.KVCache | None = None,
         text_length: Array | None = None,  # i32[B or 1, T or 1]; see `rope.angles`
+        earlier: kv.Rows | None = None,  # block tokens of earlier calls, the mask's first columns
     ) -> tuple[Array, kv.Rows]:
         """Features [B, T, E] of a block of tokens, and the block's keys and values."""
         x = self.embed_tokens(tokens)
-        x, rows = layers.run_blocks(self.layers, self.config, x, positions, block_mask, prefix, text_length=text_length)
+        x, rows = layers.run_blocks(
+            self.layers, self.config, x, positions, block_mask, prefix, earlier, text_length=text_length
+        )
         return self.norm(x), rows
 
     def logits(self, features: Array) -> Array:

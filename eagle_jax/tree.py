@@ -3,7 +3,7 @@
 Node 0 is the root: the last committed token. Parents stand before their children. Padding nodes have no parent and are
 never anyone's child, so no path reaches them.
 
-B batch rows, N nodes (the root included), D levels below the root.
+B batch rows, N nodes (the root included), D levels below the root, X nodes with children, W draft vocabulary.
 """
 
 import dataclasses
@@ -19,12 +19,19 @@ NO_PARENT = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
-    """Drafted tokens with their places in a tree."""
+    """Drafted tokens with their places in a tree.
+
+    A sampled tree, whose children were drawn at random, carries what they were drawn from: a node's children stand in
+    the order of their draws, without replacement. Other trees leave these fields None.
+    """
 
     tokens: Array  # i32[B, N]
     parents: Array  # i32[B, N], indices of nodes; NO_PARENT at the root and at padding
     depths: Array  # i32[B, N], 0 at the root
     log_scores: Array  # f32[B, N], the draft's log-probability of the path from the root; 0 at the root
+    proposals: Array | None = None  # f32[B, X, W], log-probabilities that children were drawn from
+    proposal_of: Array | None = None  # i32[B, N], for a node with children its place among the X
+    vocabulary: Array | None = None  # i32[W], token ids of a draft vocabulary; None where W is the target's whole one
 
 
 def root_only(root: Array) -> Tree:

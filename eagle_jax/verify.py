@@ -1,5 +1,7 @@
 """Verification: the target's choice at each node leads down the tree until no child carries it.
 
+Trees of drawn children need another way down, `rejection.py`'s.
+
 For a tree that does not depend on the noise at a node, "draw y from the target's distribution; if a child carries y go
 there, else emit y" has the same law as accepting each child by recursive rejection against a point mass (SpecInfer,
 arXiv 2305.09781, section 4.3). So one walk serves greedy and sampled decoding.
@@ -21,8 +23,8 @@ class Accepted(NamedTuple):
     """What the target agreed to: nodes of the tree, and the tokens chosen at them."""
 
     path: Array  # i32[B, D + 1], node indices; path[:, 0] = ROOT
-    tokens: Array  # i32[B, D + 1], the choice at each node of the path; the last one of `count` is the bonus token
-    logprobs: Array  # f32[B, D + 1], the target's raw log-probability of each choice
+    tokens: Array  # i32[B, D + 1], what follows each node of the path; the last one of `count` is the bonus token
+    logprobs: Array  # f32[B, D + 1], the target's raw log-probability of each
     count: Array  # i32[B], accepted draft tokens + 1
 
 
@@ -32,26 +34,48 @@ LogitsFn = Callable[[Array], Array]
 ChooseFn = Callable[[Array, Array, Array | None], Array]
 
 
+class Taken(NamedTuple):
+    """What is emitted after a node, and where the walk goes."""
+
+    token: Array  # i32[B]
+    child: Array  # i32[B], the node that carries it, where there is one
+    found: Array  # bool[B], whether there is one
+
+
+# (logits f32[B, V] at a node, node i32[B], level i32[], seen) -> Taken.
+DescendFn = Callable[[Array, Array, Array, Array | None], Taken]
+
+
 def of_nodes(values: Array) -> Callable[[Array], Array]:
     """Looks up what is known of every node, [B, N, ...], at one node a row."""
     row = jnp.arange(values.shape[0])
     return lambda node: values[row, node]
 
 
+def by_choice(tree: Tree, choose: ChooseFn) -> DescendFn:
+    """To the child that carries the target's choice."""
+
+    def descend(logits: Array, node: Array, level: Array, seen: Array | None) -> Taken:
+        token = choose(logits, level, seen)
+        return Taken(token, *child_with(tree, node, token))
+
+    return descend
+
+
 def walk(
     tree: Tree,
     logits_at: LogitsFn,
-    choose: ChooseFn,
+    descend: DescendFn,
     depth: int,
     running: Array | None = None,
     seen: Array | None = None,
 ) -> Accepted:
-    """Walks from the root to the first choice that no child carries.
+    """Walks from the root to the first token that no child carries.
 
     Args:
       tree: the draft.
       logits_at: the target's logits at one node a row.
-      choose: the target's choice at one node a row.
+      descend: the way down from one node a row.
       depth: D.
       running: bool[B], the rows that walk at all, with a count of 0 for the others; None for all.
       seen: bool[B, V], the tokens of each row up to its root; the walk adds what it passes.
@@ -69,7 +93,7 @@ def walk(
     def step(carry: tuple) -> tuple:
         level, walking, node, seen, accepted = carry
         here = logits_at(node)
-        token = choose(here, level, seen)
+        token, child, found = descend(here, node, level, seen)
         logprob = here[row, token] - jax.nn.logsumexp(here, axis=-1)
         accepted = Accepted(
             path=accepted.path.at[:, level].set(node),
@@ -77,7 +101,6 @@ def walk(
             logprobs=accepted.logprobs.at[:, level].set(logprob),
             count=accepted.count + walking,
         )
-        child, found = child_with(tree, node, token)
         if seen is not None:
             seen = seen.at[row, token].set(True)
         return level + 1, walking & found, child, seen, accepted

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.scipy.special import gammaincc
 from rig import tiny_target
 
 import eagle_jax as ej
@@ -107,6 +108,19 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     """Over the last axis."""
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Pearson's chi-square test of counts against a law; cells that expect fewer than 5 are pooled."""
+    expected = law.ravel() * counts.sum()
+    counts = counts.ravel()
+    rare = expected < 5
+    assert not counts[expected == 0].any()
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected, counts = expected[expected > 0], counts[expected > 0]
+    statistic = np.sum((counts - expected) ** 2 / expected)
+    return float(gammaincc((len(expected) - 1) / 2, statistic / 2))
 
 
 def greedy_sampler(rows: int, vocab: int = 16) -> sampling.Sampler:

@@ -15,12 +15,12 @@ from engine_rig import (
     make_head,
     make_target,
     mean_accepted,
+    p_value,
     random_prompts,
     reference_keep,
     reference_penalty,
     softmax,
 )
-from jax.scipy.special import gammaincc
 
 import eagle_jax as ej
 from eagle_jax import sampling
@@ -54,19 +54,6 @@ def exact_law(target, config):
     keep = np.asarray([[reference_keep(row, config) for row in rows] for rows in logits])
     laws = softmax(np.where(keep, logits.astype(np.float64) / config.temperature, -np.inf)).reshape(8, 8, 3, 8)
     return laws[0, 0, 0][:, None, None] * laws[:, 0, 1][:, :, None] * laws[:, :, 2]
-
-
-def p_value(counts, law):
-    """Pearson's chi-square test of counts against a law; cells that expect fewer than 5 are pooled."""
-    expected = law.ravel() * counts.sum()
-    counts = counts.ravel()
-    rare = expected < 5
-    assert not counts[expected == 0].any()
-    expected = np.append(expected[~rare], expected[rare].sum())
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected, counts = expected[expected > 0], counts[expected > 0]
-    statistic = np.sum((counts - expected) ** 2 / expected)
-    return float(gammaincc((len(expected) - 1) / 2, statistic / 2))
 
 
 def draw(target, head, config, tree):

@@ -131,6 +131,10 @@ def test_generate_refuses_an_unknown_head(refusal, smollm2, monkeypatch):
         (["--limit", "0"], "limit is 0"),
         (["--batch", "-1"], "batch is -1"),
         (["--max-new-tokens", "1"], "max_new_tokens is 1"),
+        (
+            ["--temperature", "0.5", "--tree.kind", "chain", "--tree.children", "sampled"],
+            "temperature is 0.5 and tree.children 'sampled'",
+        ),
     ],
 )
 def test_compare_refuses(refusal, tmp_path, arguments, message):
@@ -149,6 +153,7 @@ def test_compare_refuses(refusal, tmp_path, arguments, message):
         (["--repeats", "0"], "repeats is 0"),
         (["--max-new-tokens", "1"], "max_new_tokens is 1"),
         (["--tree.nodes", "0"], "TreeConfig.nodes is 0"),
+        (["--methods", "speculative"], "name it with --draft-model"),
         (["--batch", "2", "--peer", "transformers"], "batch is 2; a peer decodes 1 prompt at a time"),
     ],
 )

@@ -20,7 +20,7 @@ from eagle_jax.draft import (
     static_levels,
 )
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, ancestor_mask, child_with, root_only
-from eagle_jax.verify import of_nodes, walk
+from eagle_jax.verify import by_choice, of_nodes, walk
 
 # --- A table as the draft model ---------------------------------------------------------------------------------------
 # A node's log-probabilities are a row of the table that its path picks in two ways at once: from its parent's feature
@@ -301,7 +301,7 @@ def test_walk(choices, path, tokens):
     """A row goes its own way: the other one here accepts nothing, or one token."""
     other = (5, 8, 0, 0, 0, 0, 0)
     logits = 4.0 * jax.nn.one_hot(jnp.array([choices, other]), 10)
-    accepted = walk(hand_made(), of_nodes(logits), greedy, depth=3)
+    accepted = walk(hand_made(), of_nodes(logits), by_choice(hand_made(), greedy), depth=3)
     logprob = 4 - np.log(9 + np.exp(4))
     for row, (nodes, chosen) in enumerate([(path, tokens), ((0, 1), (5, 8))]):
         count = len(nodes)
@@ -313,7 +313,7 @@ def test_walk(choices, path, tokens):
 
 def test_walk_of_a_root_alone():
     tree = root_only(jnp.array([4, 4]))
-    accepted = walk(tree, of_nodes(jax.nn.one_hot(jnp.array([[4], [2]]), 6)), greedy, depth=0)
+    accepted = walk(tree, of_nodes(jax.nn.one_hot(jnp.array([[4], [2]]), 6)), by_choice(tree, greedy), depth=0)
     assert accepted.count.tolist() == [1, 1]
     assert accepted.tokens.tolist() == [[4], [2]]
 
@@ -327,7 +327,7 @@ def test_walk_tells_which_tokens_it_has_passed():
 
     # Everywhere token 3 before 7 before 2: without its memory the walk would take 3 twice.
     logits = jnp.tile(jnp.zeros(10).at[jnp.array([3, 7, 2])].set(jnp.array([3.0, 2.0, 1.0])), (2, 7, 1))
-    accepted = walk(tree, of_nodes(logits), unseen, depth=3, seen=jnp.zeros((2, 10), bool))
+    accepted = walk(tree, of_nodes(logits), by_choice(tree, unseen), depth=3, seen=jnp.zeros((2, 10), bool))
     assert accepted.path[0].tolist() == [0, 1, 4, 5]
     assert accepted.tokens[0].tolist()[:3] == [3, 7, 2]
     assert accepted.count.tolist() == [4, 2]
