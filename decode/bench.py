@@ -2,6 +2,7 @@
 
     python decode/bench.py --prompts mt_bench.jsonl humaneval.jsonl --limit 20 --methods dynamic static chain
     python decode/bench.py --prompts mt_bench.jsonl --temperatures 0 1 --tree.nodes 8 --tree.depth 3 --tree.top-k 3
+    python decode/bench.py --prompts mt_bench.jsonl --methods dynamic "dynamic plain ranking" --temperatures 0 1
     python decode/bench.py --prompts mt_bench.jsonl --peer transformers --output runs/bench    # JSON, CSV, PNG
 
 Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template, or is
@@ -40,7 +41,7 @@ class Options:
     prompts: list[Path]
     limit: int = 20  # prompts taken from each file
     raw: bool = False  # decode prompts as plain text, without the chat template
-    methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain
+    methods: tuple[str, ...] = ("dynamic",)  # besides plain: those of METHODS below
     peer: Literal["transformers"] | None = None
     target: str = "smollm2-135m"
     head: str = "smollm2-135m"
@@ -81,10 +82,11 @@ class Options:
 
 
 class Method(NamedTuple):
-    """A way to draft: what loads the drafter, and the kind of its tree."""
+    """A way to draft: what loads the drafter, the kind of its tree, and whether it may use the target's noise."""
 
     load: Callable[[ej.Target, Options], ej.Head | generation.BindsDrafter]
     kind: str
+    common_random_numbers: bool = True
 
 
 def load_head(target: ej.Target, options: Options) -> ej.Head:
@@ -93,6 +95,7 @@ def load_head(target: ej.Target, options: Options) -> ej.Head:
 
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
+    "dynamic plain ranking": Method(load_head, "dynamic", common_random_numbers=False),
     "static": Method(load_head, "static"),
     "chain": Method(load_head, "chain"),
 }
@@ -100,7 +103,7 @@ METHODS = {
 
 def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfig, dict[str, measure.Way]]]:
     """For each temperature, plain decoding, the methods and the peers by name."""
-    trees = {name: tree_for(options.tree, METHODS[name].kind) for name in options.methods}
+    trees = {name: tree_for(options.tree, METHODS[name]) for name in options.methods}
     drafters = {load: load(target, options) for load in {METHODS[name].load for name in options.methods}}
     model = peers.torch_model(target) if options.peer else None
     settings: dict[str, Any] = {"target": target, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
@@ -117,8 +120,14 @@ def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfi
     return found
 
 
-def tree_for(tree: ej.TreeConfig, kind: Any) -> ej.TreeConfig:
-    return dataclasses.replace(tree, kind=kind, choices=tree.choices if kind == "static" else None)
+def tree_for(tree: ej.TreeConfig, method: Method) -> ej.TreeConfig:
+    kind: Any = method.kind
+    return dataclasses.replace(
+        tree,
+        kind=kind,
+        choices=tree.choices if kind == "static" else None,
+        common_random_numbers=tree.common_random_numbers and method.common_random_numbers,
+    )
 
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:

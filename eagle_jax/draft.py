@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from eagle_jax.config import Path, TreeConfig
+from eagle_jax.ranking import Rank, by_probability
 from eagle_jax.sampling import Sampler
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
 
@@ -136,14 +137,14 @@ class Frontier(NamedTuple):
     ancestors: Array  # bool[B, K, R], over all nodes run so far, these included; R grows by K a level
 
 
-# Runs frontier nodes: (carry, frontier) -> (carry, log-probabilities f32[B, K, W], features [B, K, E]).
+# Runs frontier nodes: (carry, frontier) -> (carry, logits f32[B, K, W], features [B, K, E]).
 StepFn = Callable[[Any, Frontier], tuple[Any, Array, Array]]
 
 
 class Start(NamedTuple):
     """What the draft model says at the root."""
 
-    log_probs: Array  # f32[B, W], of the root's children
+    logits: Array  # f32[B, W], of the root's children
     feature: Array  # [B, E], predicted at the root
 
 
@@ -159,7 +160,13 @@ def dynamic_depth(config: TreeConfig) -> int:
 
 
 def draft_dynamic(
-    step: StepFn, carry: Any, start: Start, root: Array, token_ids: Callable[[Array], Array], config: TreeConfig
+    step: StepFn,
+    carry: Any,
+    start: Start,
+    root: Array,
+    token_ids: Callable[[Array], Array],
+    config: TreeConfig,
+    rank: Rank = by_probability,
 ) -> Tree:
     """EAGLE-2's tree (section 4): expand the best nodes level by level, then rerank all candidates.
 
@@ -170,13 +177,14 @@ def draft_dynamic(
       root: i32[B].
       token_ids: maps draft-vocabulary indices to token ids.
       config: a "dynamic" tree.
+      rank: turns logits into scores of at most 0, which add up along paths; `ranking.rank_for` knows which.
     """
-    batch, vocab_size = start.log_probs.shape
+    batch, vocab_size = start.logits.shape
     width, levels = min(config.top_k, vocab_size), dynamic_depth(config)
     rows = jnp.arange(batch)[:, None]
 
     # Every candidate ever scored stays in the pool; a parent is its index there.
-    scores, best = jax.lax.top_k(start.log_probs, width)  # [B, K]
+    scores, best = jax.lax.top_k(rank(start.logits, 0), width)  # [B, K]
     tokens = token_ids(best)
     pool = [(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     frontier_index = jnp.broadcast_to(jnp.arange(width), (batch, width))
@@ -185,8 +193,8 @@ def draft_dynamic(
     filled = width
 
     for depth in range(1, levels):
-        carry, log_probs, features = step(carry, Frontier(tokens, features, depth, ancestors))
-        child_scores, best = jax.lax.top_k(log_probs, width)  # [B, K, K]
+        carry, logits, features = step(carry, Frontier(tokens, features, depth, ancestors))
+        child_scores, best = jax.lax.top_k(rank(logits, depth), width)  # [B, K, K]
         child_scores = (child_scores + scores[:, :, None]).reshape(batch, -1)
         child_tokens = token_ids(best).reshape(batch, -1)
         parents = jnp.repeat(frontier_index, width, axis=1)
@@ -272,6 +280,7 @@ def draft_static(
     root: Array,
     token_ids: Callable[[Array], Array],
     choices: tuple[Path, ...],
+    rank: Rank = by_probability,
 ) -> Tree:
     """EAGLE-1's tree (section 3.1): its shape is given, the draft model fills in the tokens. A chain is one of these.
 
@@ -279,13 +288,13 @@ def draft_static(
     """
     batch = root.shape[0]
     levels = static_levels(choices)
-    log_probs, features = start.log_probs[:, None], start.feature[:, None]  # of the nodes run last
+    child_scores, features = rank(start.logits, 0)[:, None], start.feature[:, None]  # of the nodes run last
     path_scores = jnp.zeros((batch, 1), jnp.float32)
     ancestors = jnp.zeros((batch, 1, 0), bool)
     columns = []
     for depth, level in enumerate(levels, start=1):
         expanded, ranks = np.asarray(level.expanded), np.asarray(level.ranks)
-        best_scores, best = jax.lax.top_k(log_probs, max(level.ranks) + 1)
+        best_scores, best = jax.lax.top_k(child_scores, max(level.ranks) + 1)
         tokens = token_ids(best)[:, expanded, ranks]
         scores = best_scores[:, expanded, ranks] + path_scores[:, expanded]
         shape = (batch, len(ranks))
@@ -298,7 +307,8 @@ def draft_static(
         ancestors = jnp.concatenate([ancestors[:, parent], itself], axis=-1)
         path_scores = scores[:, inner]
         frontier = Frontier(tokens[:, inner], features[:, parent], depth, ancestors)
-        carry, log_probs, features = step(carry, frontier)
+        carry, logits, features = step(carry, frontier)
+        child_scores = rank(logits, depth)
     return _below(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*columns, strict=True)))
 
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from eagle_jax import cache as kv
 from eagle_jax import layers
-from eagle_jax.config import ModelConfig, TreeConfig
+from eagle_jax.config import HeadConfig, TreeConfig
 from eagle_jax.draft import (
     Committed,
     Frontier,
@@ -29,6 +29,7 @@ from eagle_jax.draft import (
 )
 from eagle_jax.head import FrozenEnds, Head
 from eagle_jax.numerics import lm_logits
+from eagle_jax.ranking import rank_for
 from eagle_jax.sampling import Sampler
 from eagle_jax.tree import Tree
 
@@ -60,7 +61,7 @@ class HeadDrafter(Memoryless):
     """
 
     graphdef: nnx.GraphDef
-    config: ModelConfig
+    config: HeadConfig
     tree: TreeConfig
     draft_vocab_size: int
 
@@ -129,13 +130,16 @@ class HeadDrafter(Memoryless):
         predicted, fresh = self._extend(params, cache, pending)
         last = jnp.maximum(pending.count - 1, 0)
         feature = jnp.take_along_axis(predicted, last[:, None, None], axis=1)[:, 0]
-        start = Start(self._log_probs(params, feature), feature)
+        start = Start(lm_logits(feature, params.ends.lm_head), feature)
         step = self._step(params, cache, pending.count)
+        rank = rank_for(
+            sampler, self.tree, self.config.vocab_size, params.ends.vocabulary, beta=self.config.ranking_beta
+        )
         if self.tree.kind == "dynamic":
-            tree = draft_dynamic(step, fresh, start, root, params.ends.token_ids, self.tree)
+            tree = draft_dynamic(step, fresh, start, root, params.ends.token_ids, self.tree, rank)
         else:
             choices = static_choices(self.tree, self.draft_vocab_size)
-            tree = draft_static(step, fresh, start, root, params.ends.token_ids, choices)
+            tree = draft_static(step, fresh, start, root, params.ends.token_ids, choices, rank)
         return tree, dataclasses.replace(state, cache=cache, fresh=fresh, fresh_count=pending.count)
 
     def _extend(self, params: HeadParams, cache: kv.KVCache, pairs: Committed) -> tuple[Array, kv.Rows]:
@@ -161,14 +165,9 @@ class HeadDrafter(Memoryless):
             features, rows = nnx.merge(self.graphdef, params.head)(
                 params.ends.embedding[frontier.tokens], frontier.features, positions, mask, cache, carry
             )
-            return kv.join(carry, rows), self._log_probs(params, features), features
+            return kv.join(carry, rows), lm_logits(features, params.ends.lm_head), features
 
         return step
-
-    def _log_probs(self, params: HeadParams, features: Array) -> Array:
-        log_probs = jax.nn.log_softmax(lm_logits(features, params.ends.lm_head), axis=-1)
-        # top_k ranks NaN first, which would put children before their parents. A broken head must not break a tree.
-        return jnp.where(jnp.isnan(log_probs), -jnp.inf, log_probs)
 
 
 def bind_head(head: Head, tree: TreeConfig) -> tuple[HeadDrafter, HeadParams]:

@@ -24,7 +24,7 @@ class Tree:
     tokens: Array  # i32[B, N]
     parents: Array  # i32[B, N], indices of nodes; NO_PARENT at the root and at padding
     depths: Array  # i32[B, N], 0 at the root
-    log_scores: Array  # f32[B, N], the draft's log-probability of the path from the root; 0 at the root
+    log_scores: Array  # f32[B, N], how likely the draft takes the path from the root to be; 0 at the root
 
 
 def root_only(root: Array) -> Tree:

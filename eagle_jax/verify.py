@@ -1,8 +1,9 @@
 """Verification: the target's choice at each node leads down the tree until no child carries it.
 
-For a tree that does not depend on the noise at a node, "draw y from the target's distribution; if a child carries y go
-there, else emit y" has the same law as accepting each child by recursive rejection against a point mass (SpecInfer,
-arXiv 2305.09781, section 4.3). So one walk serves greedy and sampled decoding.
+What is emitted is the target's choice at every node, whatever the tree, be it grown with knowledge of the very noise
+that the choices are made with. For a tree that knows nothing of it, "draw y from the target's distribution; if a child
+carries y go there, else emit y" has the law of accepting each child by recursive rejection against a point mass
+(SpecInfer, arXiv 2305.09781, section 4.3). So one walk serves greedy and sampled decoding.
 
 B batch rows, N nodes, D levels, V vocabulary.
 """
