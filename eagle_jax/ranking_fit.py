@@ -148,7 +148,7 @@ def nodes_of(
         row, place = rows[begin : begin + PLACES], pairs[begin : begin + PLACES]
         pad = (0, PLACES - len(row))
         at, where = jnp.asarray(np.pad(row, pad)), jnp.asarray(np.pad(place, pad))
-        found = _likelihoods(
+        found = likelihoods(
             lm_logits(levels[at, :, where], head.ends.lm_head),
             sampling.gumbel_noise(keys[at], where + 2, target.config.vocab_size),
             jnp.asarray(tokens)[at, where + 2],
@@ -177,7 +177,7 @@ def _levels(
 
 
 @partial(jax.jit, static_argnames=("config", "children"))
-def _likelihoods(
+def likelihoods(
     logits: Array,  # f32[R, L, W]
     noise: Array,  # f32[R, V]
     choice: Array,  # i32[R], the target's
