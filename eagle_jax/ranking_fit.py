@@ -195,11 +195,13 @@ def likelihoods(
     best, index = jax.lax.top_k(values, children)  # [R, L, K]
     matches = (index if vocabulary is None else vocabulary[index]) == choice[:, None, None]
     hit = jnp.any(matches, axis=-1)
+    # Summed by themselves: 1 - the children's share would be nothing but rounding where they have almost all.
+    others = jnp.put_along_axis(values, index, -jnp.inf, axis=-1, inplace=False)
 
     def of(beta: Array) -> Array:
-        scores = beta * best - jax.nn.logsumexp(beta * values, axis=-1, keepdims=True)
-        chosen = jnp.sum(jnp.where(matches, scores, 0.0), axis=-1)
-        none = 1 - jnp.sum(jnp.exp(scores), axis=-1)
-        return jnp.where(hit, chosen, jnp.log(jnp.maximum(none, LEAST)))
+        whole = jax.nn.logsumexp(beta * values, axis=-1)
+        chosen = jnp.sum(jnp.where(matches, beta * best, 0.0), axis=-1) - whole
+        none = jax.nn.logsumexp(beta * others, axis=-1) - whole
+        return jnp.where(hit, chosen, jnp.maximum(none, jnp.log(LEAST)))
 
     return jnp.moveaxis(jax.lax.map(of, betas), 0, -1), hit
