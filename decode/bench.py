@@ -2,6 +2,7 @@
 
     python decode/bench.py --prompts mt_bench.jsonl humaneval.jsonl --limit 20 --methods dynamic static chain
     python decode/bench.py --prompts mt_bench.jsonl --temperatures 0 1 --tree.nodes 8 --tree.depth 3 --tree.top-k 3
+    python decode/bench.py --prompts mt_bench.jsonl --methods dynamic "dynamic plain ranking" --temperatures 0 1
     python decode/bench.py --prompts mt_bench.jsonl --peer transformers --output runs/bench    # JSON, CSV, PNG
 
 Prompts: one `{"turns": ["...", ...]}` a line (MT-bench's form); the first turn goes through the chat template, or is
@@ -92,11 +93,12 @@ class Options:
 
 
 class Method(NamedTuple):
-    """A way to draft: what loads the drafter, the kind of its tree, and whether children are the best or drawn."""
+    """A way to draft: what loads the drafter, and what of its tree is the method's."""
 
     load: Callable[[ej.Target, Options], ej.Head | generation.BindsDrafter]
     kind: str
     children: str = "best"
+    common_random_numbers: bool = True
 
 
 def load_head(target: ej.Target, options: Options) -> ej.Head:
@@ -114,6 +116,7 @@ def load_first_layers(target: ej.Target, options: Options) -> ej.DraftModel:
 
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
+    "dynamic plain ranking": Method(load_head, "dynamic", common_random_numbers=False),
     "static": Method(load_head, "static"),
     "chain": Method(load_head, "chain"),
     "eagle-1-sampled": Method(load_head, "static", "sampled"),
@@ -124,7 +127,7 @@ METHODS = {
 
 def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfig, dict[str, measure.Way]]]:
     """For each temperature, plain decoding, the methods and the peers by name."""
-    trees = {name: tree_for(options.tree, METHODS[name].kind, METHODS[name].children) for name in options.methods}
+    trees = {name: tree_for(options.tree, METHODS[name]) for name in options.methods}
     drafters = {load: load(target, options) for load in {METHODS[name].load for name in options.methods}}
     model = peers.torch_model(target) if options.peer else None
     settings: dict[str, Any] = {"target": target, "seed": options.seed, "max_new_tokens": options.max_new_tokens}
@@ -143,8 +146,14 @@ def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfi
     return found
 
 
-def tree_for(tree: ej.TreeConfig, kind: Any, children: Any) -> ej.TreeConfig:
-    return dataclasses.replace(tree, kind=kind, choices=tree.choices if kind == "static" else None, children=children)
+def tree_for(tree: ej.TreeConfig, method: Method) -> ej.TreeConfig:
+    own: dict[str, Any] = {"kind": method.kind, "children": method.children}
+    return dataclasses.replace(
+        tree,
+        choices=tree.choices if method.kind == "static" else None,
+        common_random_numbers=tree.common_random_numbers and method.common_random_numbers,
+        **own,
+    )
 
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:

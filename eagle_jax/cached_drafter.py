@@ -30,6 +30,7 @@ from eagle_jax.draft import (
     dynamic_nodes,
     static_choices,
 )
+from eagle_jax.ranking import rank_for
 from eagle_jax.sampling import Sampler
 from eagle_jax.tree import Tree
 
@@ -117,9 +118,14 @@ class CachedDrafter(Memoryless):
         """f32[..., W] from features [..., E]."""
         raise NotImplementedError
 
-    def token_ids(self, params: Any, indices: Array) -> Array:
-        """Token ids of draft-vocabulary indices."""
-        return indices
+    def vocabulary(self, params: Any) -> Array | None:
+        """The draft vocabulary's token ids i32[W]; None where it is the target's whole one."""
+        return None
+
+    @property
+    def beta(self) -> float:
+        """How far scores made with the target's noise are trusted (see `ranking.py`)."""
+        return 1.0
 
     # --- What follows from it -----------------------------------------------------------------------------------------
 
@@ -188,17 +194,19 @@ class CachedDrafter(Memoryless):
         feature = jnp.take_along_axis(features, last[:, None, None], axis=1)[:, 0]
         # In a batch of greedy rows the drawn children are the best.
         draws = self.tree.children == "sampled" and sampler.processors.noise
-        start = Start(self._scores(params, feature, draws), feature)
-        step = self._step(params, cache, block.count, draws)
+        start = Start(self.logits(params, feature), feature)
+        step = self._step(params, cache, block.count)
+        vocabulary = self.vocabulary(params)
+        rank = rank_for(sampler, self.tree, self.config.vocab_size, vocabulary, beta=self.beta)
 
         def token_ids(indices: Array) -> Array:
-            return self.token_ids(params, indices)
+            return indices if vocabulary is None else vocabulary[indices]
 
         if self.tree.kind == "dynamic":
-            tree = draft_dynamic(step, rows, start, root, token_ids, self.tree)
+            tree = draft_dynamic(step, rows, start, root, token_ids, self.tree, rank)
         else:
             choices = static_choices(self.tree, self.draft_vocab_size)
-            tree = draft_static(step, rows, start, root, token_ids, choices, sampler if draws else None)
+            tree = draft_static(step, rows, start, root, token_ids, choices, rank, sampler if draws else None)
         room = self.depth + 1
         fresh = kv.Rows(
             keys=tuple(keys[:, :, :room] for keys in rows.keys),
@@ -213,7 +221,7 @@ class CachedDrafter(Memoryless):
         positions = cache.length[:, None] + jnp.arange(length)
         return self.run(params, block.tokens, block.features, positions, layers.causal_mask(length), cache)
 
-    def _step(self, params: Any, cache: kv.KVCache, count: Array, draws: bool) -> StepFn:
+    def _step(self, params: Any, cache: kv.KVCache, count: Array) -> StepFn:
         """Runs a frontier over the cache, the root's block and the nodes run before; the last two are the carry."""
 
         def step(carry: kv.Rows, frontier: Frontier) -> tuple[kv.Rows, Array, Array]:
@@ -226,14 +234,6 @@ class CachedDrafter(Memoryless):
             # The block's last place is the root's; a node at level l stands l places after it.
             positions = (cache.length + count)[:, None] + frontier.depth - 1
             features, rows = self.run(params, frontier.tokens, frontier.features, positions, mask, cache, carry)
-            return kv.join(carry, rows), self._scores(params, features, draws), features
+            return kv.join(carry, rows), self.logits(params, features), features
 
         return step
-
-    def _scores(self, params: Any, features: Array, draws: bool) -> Array:
-        """f32[..., W]: logits where children are drawn, whose processors want these, else log-probabilities."""
-        scores = self.logits(params, features)
-        if not draws:
-            scores = jax.nn.log_softmax(scores, axis=-1)
-        # top_k ranks NaN first, which would put children before their parents. A broken model must not break a tree.
-        return jnp.where(jnp.isnan(scores), -jnp.inf, scores)

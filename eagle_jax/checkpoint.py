@@ -63,6 +63,18 @@ def save_head(head: Head, directory: str | Path, *, dtype: layers.Dtype = jnp.bf
             path.unlink(missing_ok=True)
 
 
+def save_beta(directory: str | Path, beta: float) -> None:
+    """Writes a fitted `ranking_beta` into the configuration of a head's directory; the weights stay as they are."""
+    path = Path(directory) / CONFIG
+    fields = read_json(path) | {"ranking_beta": beta}
+    partial = path.with_name(f"{CONFIG}.partial")
+    try:
+        partial.write_text(json.dumps(fields, indent=2) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = None, mesh: Mesh | None = None) -> Head:
     """Loads a head and checks that it fits the target.
 
@@ -129,6 +141,7 @@ def _config_from(
             # Some state the target's layers and experts; a head has one of each, as the weights must say.
             chosen |= {"num_hidden_layers": 1, "layer_types": None}
             chosen |= {"num_local_experts": None, "num_experts_per_tok": None}
+            chosen |= {"ranking_beta": fields["ranking_beta"]} if "ranking_beta" in fields else {}
         # What the weights say goes before what the configuration says: published ones disagree about `bias`.
         attention = "layers.0.self_attn."
         chosen |= {

@@ -190,12 +190,14 @@ class ModelConfig:
 class HeadConfig(ModelConfig):
     """An autoregression head: one decoder layer behind `fc`, which joins a token's embedding with a feature.
 
-    `draft_vocab_size=None` drafts over the target's whole vocabulary.
+    `draft_vocab_size=None` drafts over the target's whole vocabulary. `ranking_beta` says how far its scores can be
+    trusted that are made with the target's noise (see `ranking.py`); `train/fit_beta.py` fits it.
     """
 
     num_hidden_layers: int = 1
     fc_bias: bool = False
     draft_vocab_size: int | None = None
+    ranking_beta: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -213,6 +215,10 @@ class HeadConfig(ModelConfig):
                 f"HeadConfig.draft_vocab_size is {self.draft_vocab_size}; it must be between 1 and vocab_size, "
                 f"which is {self.vocab_size}.",
             )
+        _require(
+            0 < self.ranking_beta < float("inf"),
+            f"HeadConfig.ranking_beta is {self.ranking_beta}; it must be positive and finite.",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,6 +256,8 @@ class TreeConfig:
     children: which tokens a node of a "static" or "chain" tree gets: the draft's "best", or ones "sampled" from its
       distribution, as EAGLE-1 and speculative sampling were published. At temperature 0 both are the best. Sampled ones
       leave the law of the text as it is, but not its tokens under a seed.
+    common_random_numbers: above temperature 0, rank children with the noise that the target's tokens will be drawn
+      with; False ranks by the draft's probability alone, as EAGLE-2 does. The text is the same.
     """
 
     kind: Literal["dynamic", "static", "chain"] = "dynamic"
@@ -258,6 +266,7 @@ class TreeConfig:
     top_k: int = 10
     choices: tuple[Path, ...] | None = None
     children: Literal["best", "sampled"] = "best"
+    common_random_numbers: bool = True
 
     def __post_init__(self):
         _require(

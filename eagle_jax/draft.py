@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from eagle_jax.config import Path, TreeConfig
+from eagle_jax.ranking import Rank, by_probability
 from eagle_jax.sampling import DRAWN, Sampler
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
 
@@ -136,14 +137,14 @@ class Frontier(NamedTuple):
     ancestors: Array  # bool[B, K, R], over all nodes run so far, these included; R grows by K a level
 
 
-# Runs frontier nodes: (carry, frontier) -> (carry, log-probabilities f32[B, K, W], features [B, K, E]).
+# Runs frontier nodes: (carry, frontier) -> (carry, logits f32[B, K, W], features [B, K, E]).
 StepFn = Callable[[Any, Frontier], tuple[Any, Array, Array]]
 
 
 class Start(NamedTuple):
     """What the draft model says at the root."""
 
-    log_probs: Array  # f32[B, W], of the root's children
+    logits: Array  # f32[B, W], of the root's children
     feature: Array  # [B, E], predicted at the root
 
 
@@ -159,7 +160,13 @@ def dynamic_depth(config: TreeConfig) -> int:
 
 
 def draft_dynamic(
-    step: StepFn, carry: Any, start: Start, root: Array, token_ids: Callable[[Array], Array], config: TreeConfig
+    step: StepFn,
+    carry: Any,
+    start: Start,
+    root: Array,
+    token_ids: Callable[[Array], Array],
+    config: TreeConfig,
+    rank: Rank = by_probability,
 ) -> Tree:
     """EAGLE-2's tree (section 4): expand the best nodes level by level, then rerank all candidates.
 
@@ -170,13 +177,14 @@ def draft_dynamic(
       root: i32[B].
       token_ids: maps draft-vocabulary indices to token ids.
       config: a "dynamic" tree.
+      rank: turns logits into scores of at most 0, which add up along paths; `ranking.rank_for` knows which.
     """
-    batch, vocab_size = start.log_probs.shape
+    batch, vocab_size = start.logits.shape
     width, levels = min(config.top_k, vocab_size), dynamic_depth(config)
     rows = jnp.arange(batch)[:, None]
 
     # Every candidate ever scored stays in the pool; a parent is its index there.
-    scores, best = jax.lax.top_k(start.log_probs, width)  # [B, K]
+    scores, best = jax.lax.top_k(rank(start.logits, 0), width)  # [B, K]
     tokens = token_ids(best)
     pool = [(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     frontier_index = jnp.broadcast_to(jnp.arange(width), (batch, width))
@@ -185,8 +193,8 @@ def draft_dynamic(
     filled = width
 
     for depth in range(1, levels):
-        carry, log_probs, features = step(carry, Frontier(tokens, features, depth, ancestors))
-        child_scores, best = jax.lax.top_k(log_probs, width)  # [B, K, K]
+        carry, logits, features = step(carry, Frontier(tokens, features, depth, ancestors))
+        child_scores, best = jax.lax.top_k(rank(logits, depth), width)  # [B, K, K]
         child_scores = (child_scores + scores[:, :, None]).reshape(batch, -1)
         child_tokens = token_ids(best).reshape(batch, -1)
         parents = jnp.repeat(frontier_index, width, axis=1)
@@ -272,6 +280,7 @@ def draft_static(
     root: Array,
     token_ids: Callable[[Array], Array],
     choices: tuple[Path, ...],
+    rank: Rank = by_probability,
     sampler: Sampler | None = None,
 ) -> Tree:
     """EAGLE-1's tree (section 3.1): its shape is given, the draft model fills in the tokens. A chain is one of these.
@@ -282,15 +291,15 @@ def draft_static(
       choices: the paths, none of them with a rank at or over W.
       sampler: None gives nodes their best children. Else children are drawn without replacement from the draft's
         distribution under the target's processors, for `rejection.by_rejection`: of a node's children in `choices`, the
-        first is what was drawn first, and so on. `start` and `step` then give logits in place of log-probabilities.
+        first is what was drawn first, and so on.
     """
-    batch, vocab_size = start.log_probs.shape
+    batch, vocab_size = start.logits.shape
     levels = static_levels(choices)
-    log_probs, features = start.log_probs[:, None], start.feature[:, None]  # of the nodes run last
     index = jnp.arange(vocab_size)
     ids = token_ids(index)
     seen = None if sampler is None or sampler.seen is None else sampler.seen[:, None, ids]  # bool[B, K, W]
     proposals = []
+    logits, features = start.logits[:, None], start.feature[:, None]  # of the nodes run last
     path_scores = jnp.zeros((batch, 1), jnp.float32)
     ancestors = jnp.zeros((batch, 1, 0), bool)
     columns = []
@@ -298,10 +307,10 @@ def draft_static(
         expanded = np.asarray(level.expanded)
         if sampler is None:
             ranks = np.asarray(level.ranks)
-            best_scores, best = jax.lax.top_k(log_probs, ranks.max() + 1)
+            best_scores, best = jax.lax.top_k(rank(logits, depth - 1), ranks.max() + 1)
         else:
             ranks = np.asarray([level.parents[:i].count(parent) for i, parent in enumerate(level.parents)])
-            log_probs = sampler.draft_log_probs(log_probs, seen)
+            log_probs = sampler.draft_log_probs(jnp.where(jnp.isnan(logits), -jnp.inf, logits), seen)
             best_scores, best = draw_children(log_probs, depth - 1, ranks.max() + 1, sampler)
             proposals.append(log_probs)
         carried = best[:, expanded, ranks]
@@ -322,7 +331,7 @@ def draft_static(
         if seen is not None:
             seen = seen[:, parent] | (index == carried[:, inner, None])
         frontier = Frontier(tokens[:, inner], features[:, parent], depth, ancestors)
-        carry, log_probs, features = step(carry, frontier)
+        carry, logits, features = step(carry, frontier)
     tree = _below(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*columns, strict=True)))
     if sampler is None:
         return tree

@@ -15,7 +15,7 @@ from jax import Array
 
 from eagle_jax import cache as kv
 from eagle_jax.cached_drafter import Block, CachedDrafter, Kept
-from eagle_jax.config import TreeConfig
+from eagle_jax.config import HeadConfig, TreeConfig
 from eagle_jax.draft import Committed
 from eagle_jax.head import FrozenEnds, Head
 from eagle_jax.numerics import lm_logits
@@ -58,8 +58,13 @@ class HeadDrafter(CachedDrafter):
     def logits(self, params: HeadParams, features: Array) -> Array:
         return lm_logits(features, params.ends.lm_head)
 
-    def token_ids(self, params: HeadParams, indices: Array) -> Array:
-        return params.ends.token_ids(indices)
+    def vocabulary(self, params: HeadParams) -> Array | None:
+        return params.ends.vocabulary
+
+    @property
+    def beta(self) -> float:
+        assert isinstance(self.config, HeadConfig)
+        return self.config.ranking_beta
 
 
 def bind_head(head: Head, tree: TreeConfig) -> tuple[HeadDrafter, HeadParams]:

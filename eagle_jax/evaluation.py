@@ -2,7 +2,8 @@
 
 n-alpha (EAGLE section 4.1) is the acceptance rate of a chain's draft token whose input holds n features that the head
 predicted itself: of the places reached, the share accepted. A chain is drafted by the head's best token each and is
-accepted by the target's choice, so that at temperature 0 it is the paper's; above 0 the paper draws the drafts.
+accepted by the target's choice, so that at temperature 0 it is the paper's; above 0 the paper draws the drafts, and
+here the best token is that of the tree's ranking (`ranking.py`).
 
 Confidence is a node's path probability by the head's own account. EAGLE-2 grows its trees by it because it is close to
 the rate of acceptance (section 3.2); the bins show how close.
@@ -218,7 +219,8 @@ def evaluate(
     options: dict[str, Any] = {"sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens}
     groups = [prompts[begin : begin + batch] for begin in range(0, len(prompts), batch)]
     grown = joined([watch_rounds(target, drafter, group, tree=tree, **options) for group in groups])
-    chains = joined([watch_rounds(target, drafter, group, tree=CHAIN, **options) for group in groups])
+    chain = dataclasses.replace(CHAIN, common_random_numbers=tree.common_random_numbers)
+    chains = joined([watch_rounds(target, drafter, group, tree=chain, **options) for group in groups])
     shares = figures.acceptance(grown.accepted, max(grown.accepted, default=0))
     bins = calibration(grown.confidence, grown.taken)
     return Evaluation(

@@ -79,27 +79,38 @@ def penalize(logits: Array, seen: Array, penalty: Array) -> Array:
     return jnp.where(seen, weaker, logits)
 
 
-def keep_mask(logits: Array, params: SamplingParams, processors: Processors) -> Array:
+def keep_mask(logits: Array, params: SamplingParams, processors: Processors, candidates: int | None = None) -> Array:
     """Which tokens top-k, top-p and min-p leave, in Hugging Face's order; at least the best one, bool[B, V].
 
     Tokens that tie with the last one kept are kept too.
+
+    Args:
+      candidates: top-k and top-p look at so many of the best tokens only, and where they would leave all of these they
+        leave all tokens: enough for a draft, without a sort of the vocabulary. None: they look at all.
     """
     # Relative to the best logit, so that a tiny temperature gives -inf for the others and never a NaN.
     warm = (params.temperature > 0)[:, None]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(warm, params.temperature[:, None], 1.0)
     keep = jnp.ones(logits.shape, bool)
     if processors.top_k or processors.top_p:
-        ordered = -jnp.sort(-scaled, axis=-1)
-        # A draft vocabulary may be smaller than top_k.
-        fewest = jnp.minimum(params.top_k, logits.shape[-1])[:, None]
-        kept = ordered >= jnp.take_along_axis(ordered, fewest - 1, axis=1)
+        looked_at = min(candidates or scaled.shape[-1], scaled.shape[-1])
+        few = looked_at < scaled.shape[-1]
+        ordered = jax.lax.top_k(scaled, looked_at)[0] if few else -jnp.sort(-scaled, axis=-1)
+        # A draft vocabulary, or its best tokens, may be fewer than top_k.
+        least = jnp.minimum(params.top_k, ordered.shape[-1])
+        kept = ordered >= jnp.take_along_axis(ordered, least[:, None] - 1, axis=1)
         if processors.top_p:
             probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
+            if few:  # the candidates' share, where top-k has not made them all there is
+                share = jnp.exp(jax.nn.logsumexp(ordered, axis=-1) - jax.nn.logsumexp(scaled, axis=-1))
+                probabilities *= jnp.where(params.top_k <= ordered.shape[-1], 1.0, share)[:, None]
             before = jnp.cumsum(probabilities, axis=-1) - probabilities
             # The best token stays whatever top_p is; with top_p = 1 rounding must not cut the tail.
             enough = (before >= params.top_p[:, None]) & (params.top_p < 1)[:, None]
             kept &= ~enough.at[:, 0].set(False)
         last = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        if few:
+            last = jnp.where(jnp.all(kept, axis=-1, keepdims=True), -jnp.inf, last)
         keep &= scaled >= last
     if processors.min_p:
         # p >= min_p * p_best; the factor that top-k and top-p renormalise by stands on both sides.

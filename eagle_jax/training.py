@@ -8,7 +8,7 @@ B batch rows, T tokens, P pairs (= T - 1), E hidden size, W draft vocabulary, A 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -147,14 +147,21 @@ def head_sums(
     embeddings, mask = ends.embedding[batch.tokens[:, 1:]], losses.pair_mask(batch.assistant)
     wanted_rows = _label_rows(batch.tokens, ends) if labels == "hard" else None
     pairs = features.shape[1]
-    inputs, earlier, sums = features + noise, None, []
-    for step in range(unroll):
+    return [
+        losses.loss_sums(predicted, wanted, mask & (jnp.arange(pairs) >= step), ends.lm_head, wanted_rows)
+        for step, predicted in enumerate(unrolled(model, embeddings, features + noise, unroll))
+    ]
+
+
+def unrolled(model: HeadModel, embeddings: Array, features: Array, passes: int) -> Iterator[Array]:
+    """Predicted features [B, P, E], pass by pass, from the shifted tokens' embeddings and the pairs' true features."""
+    pairs, inputs, earlier = features.shape[1], features, None
+    for step in range(passes):
         seen = unrolled_mask(pairs, step)
         predicted, rows = model(embeddings, inputs, jnp.arange(pairs)[None], seen, earlier=earlier)
-        sums.append(losses.loss_sums(predicted, wanted, mask & (jnp.arange(pairs) >= step), ends.lm_head, wanted_rows))
+        yield predicted
         earlier = rows if earlier is None else kv.join(earlier, rows)
         inputs = jnp.pad(predicted[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    return sums
 
 
 def unrolled_mask(pairs: int, step: int) -> Array:

@@ -28,7 +28,7 @@ class Tree:
     tokens: Array  # i32[B, N]
     parents: Array  # i32[B, N], indices of nodes; NO_PARENT at the root and at padding
     depths: Array  # i32[B, N], 0 at the root
-    log_scores: Array  # f32[B, N], the draft's log-probability of the path from the root; 0 at the root
+    log_scores: Array  # f32[B, N], how likely the draft takes the path from the root to be; 0 at the root
     proposals: Array | None = None  # f32[B, X, W], log-probabilities that children were drawn from
     proposal_of: Array | None = None  # i32[B, N], for a node with children its place among the X
     vocabulary: Array | None = None  # i32[W], token ids of a draft vocabulary; None where W is the target's whole one

@@ -1,10 +1,11 @@
 """Verification: the target's choice at each node leads down the tree until no child carries it.
 
-Trees of drawn children need another way down, `rejection.py`'s.
+What is emitted is the target's choice at every node, whatever the tree, be it grown with knowledge of the very noise
+that the choices are made with. For a tree that knows nothing of it, "draw y from the target's distribution; if a child
+carries y go there, else emit y" has the law of accepting each child by recursive rejection against a point mass
+(SpecInfer, arXiv 2305.09781, section 4.3). So one walk serves greedy and sampled decoding.
 
-For a tree that does not depend on the noise at a node, "draw y from the target's distribution; if a child carries y go
-there, else emit y" has the same law as accepting each child by recursive rejection against a point mass (SpecInfer,
-arXiv 2305.09781, section 4.3). So one walk serves greedy and sampled decoding.
+Trees of drawn children need another way down, `rejection.py`'s.
 
 B batch rows, N nodes, D levels, V vocabulary.
 """

@@ -17,7 +17,7 @@ from jax.scipy.special import gammaincc
 from rig import tiny_target
 
 import eagle_jax as ej
-from eagle_jax import draft, layers, sampling
+from eagle_jax import draft, layers, ranking, sampling
 from eagle_jax.target import features_of
 from eagle_jax.tree import Tree
 
@@ -31,9 +31,9 @@ def make_target(seed: int = 0, sharpness: float = 10.0, eos: tuple[int, ...] = (
     return dataclasses.replace(target, model=_sharpened(target.model, sharpness))
 
 
-def make_head(target: ej.Target, sharpness: float = 3.0) -> ej.Head:
+def make_head(target: ej.Target, sharpness: float = 3.0, vocabulary: np.ndarray | None = None) -> ej.Head:
     """A head that has learned nothing; among so few tokens it is right now and then."""
-    head = ej.Head.random(target, seed=1)
+    head = ej.Head.random(target, seed=1, vocabulary=vocabulary)
     return dataclasses.replace(head, model=_sharpened(head.model, sharpness))
 
 
@@ -194,11 +194,15 @@ class CopyDrafter(draft.Memoryless):
 
     @property
     def nodes(self) -> int:
-        return draft.dynamic_nodes(self.tree, self.vocab_size)
+        if self.tree.kind == "dynamic":
+            return draft.dynamic_nodes(self.tree, self.vocab_size)
+        return 1 + len(draft.static_choices(self.tree, self.vocab_size))
 
     @property
     def depth(self) -> int:
-        return self.tree.depth
+        if self.tree.kind == "dynamic":
+            return self.tree.depth
+        return max(map(len, draft.static_choices(self.tree, self.vocab_size)))
 
     def init(self, params: nnx.State, batch: int, capacity: int) -> History:
         return History(jnp.zeros((batch, capacity + 1), jnp.int32), jnp.ones((batch,), jnp.int32))
@@ -228,9 +232,9 @@ class CopyDrafter(draft.Memoryless):
         features, _ = model(state.tokens, places, causal)
         last = jnp.take_along_axis(features, state.count[:, None, None] - 1, axis=1)[:, 0]
 
-        def log_probs(features: Array) -> Array:
+        def logits_of(features: Array) -> Array:
             logits = model.logits(features)
-            return jax.nn.log_softmax(-logits if self.worst_first else logits)
+            return -logits if self.worst_first else logits
 
         def step(block: tuple[Array, Array, Array], frontier: draft.Frontier) -> tuple[Any, Array, Array]:
             tokens, positions, mask = block
@@ -243,11 +247,15 @@ class CopyDrafter(draft.Memoryless):
             tokens = jnp.concatenate([tokens, frontier.tokens], axis=1)
             positions = jnp.concatenate([positions, level], axis=1)
             features, _ = model(tokens, positions, mask)
-            return (tokens, positions, mask), log_probs(features[:, -width:]), features[:, -width:]
+            return (tokens, positions, mask), logits_of(features[:, -width:]), features[:, -width:]
 
         block = state.tokens, places, causal
-        start = draft.Start(log_probs(last), last)
-        return draft.draft_dynamic(step, block, start, root, lambda index: index, self.tree), state
+        start, itself = draft.Start(logits_of(last), last), lambda index: index
+        rank = ranking.rank_for(sampler, self.tree, self.vocab_size)
+        if self.tree.kind == "dynamic":
+            return draft.draft_dynamic(step, block, start, root, itself, self.tree, rank), state
+        choices = draft.static_choices(self.tree, self.vocab_size)
+        return draft.draft_static(step, block, start, root, itself, choices, rank), state
 
 
 @dataclasses.dataclass(frozen=True)

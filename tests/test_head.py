@@ -13,6 +13,7 @@ from rig import tiny_config, tiny_target
 from safetensors.numpy import load_file, save_file
 
 from eagle_jax import Head, HeadConfig, ModelConfig, Target, TreeConfig, cache, generate, load_head, save_head
+from eagle_jax.checkpoint import save_beta
 from eagle_jax.head import HeadModel, config_for, frozen_ends
 from eagle_jax.layers import causal_mask, parameter_count
 
@@ -303,6 +304,28 @@ def pickled(directory):
     # Configurations were often the target's own.
     fields |= {"num_hidden_layers": 32, "layer_types": ["full_attention"] * 32}
     (directory / "config.json").write_text(json.dumps(fields))
+
+
+def test_a_fitted_beta_is_kept_with_the_head(target, saved):
+    """Heads that were written before there was one have 1; so do published ones, until one is fitted."""
+    assert load_head(saved, target).config.ranking_beta == 1
+    fields = json.loads((saved / "config.json").read_text())
+    del fields["ranking_beta"]
+    (saved / "config.json").write_text(json.dumps(fields))
+    before = load_head(saved, target)
+    assert before.config.ranking_beta == 1
+    pickled(saved)
+    assert load_head(saved, target).config.ranking_beta == 1
+    save_beta(saved, 2.5)
+    after = load_head(saved, target)
+    assert after.config.ranking_beta == 2.5
+    assert_same(before, dataclasses.replace(after, config=before.config))
+
+
+@pytest.mark.parametrize("beta", [0, -1.0, float("nan"), float("inf"), "much"])
+def test_a_beta_that_is_none_is_refused(target, saved, beta):
+    alter(saved, config={"ranking_beta": beta})
+    assert "describes no head" in refusal(saved, target)
 
 
 def test_heads_are_read_as_they_were_published(target, saved):

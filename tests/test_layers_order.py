@@ -8,7 +8,7 @@ import eagle_jax
 LAYERS = [
     {"config", "distributed", "numerics", "paths", "script", "sharding", "text"},
     {"tree", "cache", "rope", "sampling", "losses"},
-    {"layers"},
+    {"layers", "ranking"},
     {"target", "head"},
     {"draft", "verify"},
     {"cached_drafter", "rejection"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"journal", "prompts", "screening"},
     {"synthesis"},
     {"figures", "peers"},
-    {"evaluation", "peer_training"},
+    {"evaluation", "peer_training", "ranking_fit"},
     {"report"},
 ]
 # Within a layer: what one of its files may import of another.

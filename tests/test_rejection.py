@@ -53,7 +53,7 @@ def draft_tree(root, sampler, choices, vocabulary):
         return index if width == V else jnp.asarray(vocabulary)[index]
 
     start = draft.Start(drafts[0][root], jnp.zeros((root.shape[0], 1)))
-    return draft.draft_static(step, None, start, root, token_ids, choices, sampler)
+    return draft.draft_static(step, None, start, root, token_ids, choices, sampler=sampler)
 
 
 def sampler_for(configs, rows, index, seen=None):

@@ -66,8 +66,13 @@ def draft_tree(table, root, *, config):
     start = Start(table[:, 0], jnp.zeros((batch, 1)))
     carry = jnp.zeros((batch, 0), jnp.int32), table
     if config.kind == "dynamic":
-        return draft_dynamic(step, carry, start, root, token_ids, config)
-    return draft_static(step, carry, start, root, token_ids, static_choices(config, width))
+        return draft_dynamic(step, carry, start, root, token_ids, config, as_given)
+    return draft_static(step, carry, start, root, token_ids, static_choices(config, width), as_given)
+
+
+def as_given(log_probs, level):
+    """The table holds log-probabilities, whose sums are to be exact."""
+    return log_probs
 
 
 def best_first(log_probs, count):
