@@ -16,6 +16,9 @@ least 2 draft tokens, and 0.27 of those that accepted at least 1.
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
 otherwise: spinning ones are slow on cores that others use.
 
+Besides an EAGLE head's trees (dynamic is EAGLE-2's, static EAGLE-1's) there are methods without a head: lookup (in the
+text itself), rest (in a --datastore) and lookahead; what --lookahead says decides its tree, not --tree.
+
 --output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
 """
 
@@ -40,7 +43,7 @@ class Options:
     prompts: list[Path]
     limit: int = 20  # prompts taken from each file
     raw: bool = False  # decode prompts as plain text, without the chat template
-    methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain
+    methods: tuple[str, ...] = ("dynamic",)  # besides plain: those of METHODS
     peer: Literal["transformers"] | None = None
     target: str = "smollm2-135m"
     head: str = "smollm2-135m"
@@ -55,6 +58,9 @@ class Options:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     tree: ej.TreeConfig = ej.TreeConfig()  # nodes, depth, top_k and choices; the kind is the method's
+    lookup: ej.PromptLookup = ej.PromptLookup()
+    lookahead: ej.Lookahead = ej.Lookahead()
+    datastore: Path | None = None  # for rest; train/build_datastore.py makes one
     output: Path | None = None  # directory for bench.json, bench.csv and bench.png
 
     def __post_init__(self):
@@ -67,6 +73,7 @@ class Options:
         require(len(set(names)) == len(names), f"Two files of prompts have one name, among {', '.join(names)}.")
         for name in self.methods:
             require(name in METHODS, f"There is no method {name!r}; known methods: {', '.join(METHODS)}.")
+        require("rest" not in self.methods or self.datastore is not None, "Give rest a --datastore.")
         require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a speed needs at least 2.")
         require(self.peer is None or self.batch == 1, f"batch is {self.batch}; a peer decodes 1 prompt at a time.")
         kept = self.output and self.output / "bench.json"
@@ -91,10 +98,18 @@ def load_head(target: ej.Target, options: Options) -> ej.Head:
     return ej.load_head(options.head, target)
 
 
+def load_rest(target: ej.Target, options: Options) -> ej.Rest:
+    assert options.datastore is not None
+    return ej.Rest(store=ej.load_datastore(options.datastore, target))
+
+
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
     "static": Method(load_head, "static"),
     "chain": Method(load_head, "chain"),
+    "lookup": Method(lambda _, options: options.lookup, "dynamic"),
+    "lookahead": Method(lambda _, options: options.lookahead, "dynamic"),
+    "rest": Method(load_rest, "dynamic"),
 }
 
 
@@ -125,6 +140,8 @@ def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
     names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
+    fields |= {name: dataclasses.asdict(getattr(options, name)) for name in ("lookup", "lookahead")}
+    fields |= {"datastore": options.datastore and str(options.datastore)}
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})
 
