@@ -140,8 +140,8 @@ def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
     names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
-    fields |= {name: dataclasses.asdict(getattr(options, name)) for name in ("lookup", "lookahead")}
-    fields |= {"datastore": options.datastore and str(options.datastore)}
+    used = {"lookup": options.lookup, "lookahead": options.lookahead, "rest": options.datastore}
+    fields |= {name: str(value) for name, value in used.items() if name in options.methods}
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})
 

@@ -32,7 +32,9 @@ def read_conversations(paths: Paths) -> list[list[Message]]:
       ValueError: a line of neither form or with an unknown role, with file and line number; or there is none.
       OSError: a file cannot be read.
     """
-    return [conversation for path in files_of(paths) for conversation in _read(path, parse_conversation, "conversation")]
+    return [
+        conversation for path in files_of(paths) for conversation in _read(path, parse_conversation, "conversation")
+    ]
 
 
 def read_questions(path: str | Path, limit: int | None = None) -> list[list[Message]]:

@@ -36,8 +36,8 @@ class Built(NamedTuple):
 def read_documents(paths: Paths, tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of documents, without special tokens of the tokenizer's own.
 
-    A `.jsonl` file holds one a line, `{"text": "..."}` or a conversation, which goes through the chat template; any other
-    file is one.
+    A `.jsonl` file holds one a line, `{"text": "..."}` or a conversation, which goes through the chat template; any
+    other file is one.
 
     Raises:
       ValueError: no tokenizer, or a line of neither form or one that the template refuses, with file and line number.
@@ -117,8 +117,8 @@ def load_datastore(directory: str | Path, target: Target) -> Datastore:
     for name, array in arrays.items():
         if form != FORM or array.shape != (shapes[name],) or array.dtype != np.int32:
             raise ValueError(
-                f"{directory / name} is {array.dtype}{list(array.shape)} of the form {form!r}, but int32[{shapes[name]}] "
-                f"of {FORM!r} is expected; build it again."
+                f"{directory / name} is {array.dtype}{list(array.shape)} of the form {form!r}, but "
+                f"int32[{shapes[name]}] of {FORM!r} is expected; build it again."
             )
     known = None if target.tokenizer is None else vocabulary_hash(target.tokenizer)
     if vocab_size != target.config.vocab_size or (None not in (vocabulary, known) and vocabulary != known):

@@ -2,9 +2,9 @@
 
 A window of guesses stands ahead of the text. Its row 0 is a chain below the root, column c at depth c + 1; column c of
 row r hangs below column c of row r - 1. So a column is a guess of R tokens in a row after row 0's beginning, and the
-target's best token after it is one more: it becomes the window's last row, row 0 goes, and the column's R + 1 tokens are
-an n-gram for the pool (section 3.2, the lookahead branch). The pool's n-grams that begin with the root are drafted beside
-the window (section 3.3, the verification branch).
+target's best token after it is one more: it becomes the window's last row, row 0 goes, and the column's R + 1 tokens
+are an n-gram for the pool (the lookahead branch, section 3.2). The pool's n-grams that begin with the root are drafted
+beside the window (the verification branch).
 
 Window and n-grams are merged by `trie.merge`: where two of their paths begin alike they share nodes, and since what the
 target says at a node depends on the path to it alone, both lose nothing.
@@ -45,7 +45,7 @@ NO_TOKEN = -1
 class Lookahead:
     """Drafts n-grams that the target itself has guessed ahead of the text; in place of a head.
 
-    The tree's size follows from these numbers, 1 + levels * (window + guesses) nodes; of a `TreeConfig` nothing is used.
+    The tree's size follows from these numbers, 1 + levels * (window + guesses) nodes; a `TreeConfig` is not used.
     """
 
     window: int = 10  # W, the paper's too
@@ -134,7 +134,7 @@ class LookaheadDrafter:
         # A row's guesses are for one place further on than those of the row above it; so is the next root than this
         # one, if nothing was accepted.
         column = jnp.arange(self.options.window) + committed.count[:, None] - 1
-        there = (0 <= column) & (column < self.options.window)
+        there = (column >= 0) & (column < self.options.window)
         moved = jnp.take_along_axis(rows[:, 1:], column[:, None], axis=2, mode="clip")
         return state._replace(window=jnp.where(there[:, None], moved, NO_TOKEN), pool=pool)
 

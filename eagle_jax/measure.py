@@ -94,7 +94,7 @@ class Decoding:
         drafter, _ = generation.bind(self.target, self.drafter, self.tree)
         if drafter.nodes == 1:
             return ""
-        width = f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" else ""
+        width = f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" and isinstance(self.drafter, Head) else ""
         return f"{self.tree.kind}, {drafter.nodes} nodes, depth {drafter.depth}{width}"
 
     def job(self, prompts: Sequence[Sequence[int]]) -> generation.Job:

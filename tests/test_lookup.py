@@ -38,9 +38,7 @@ def slow_tree(text, options, tree):
     """The set of paths in a look-up's tree: of the latest continuation first, until the tree is full."""
     found = slow_continuations(text, options, tree.depth)
     paths = {tuple(one[: level + 1]) for one in found for level in range(len(one))}
-    score = {
-        path: sum(2.0**-i for i, one in enumerate(found) if tuple(one[: len(path)]) == path) for path in paths
-    }
+    score = {path: sum(2.0**-i for i, one in enumerate(found) if tuple(one[: len(path)]) == path) for path in paths}
     return set(sorted(paths, key=lambda path: (-score[path], len(path)))[: tree.nodes - 1])
 
 

@@ -4,7 +4,8 @@
     python decode/bench.py --prompts mt_bench.jsonl --methods rest --datastore runs/datastore
 
 A `.jsonl` file holds a document a line, `{"text": "..."}` or a conversation, which goes through the chat template; any
-other file is one document. No draft runs over a document's end. Expect SPEED.
+other file is one document. No draft runs over a document's end. Expect 8 bytes a token, and about 5 s a million tokens
+for sorting them, on one CPU core.
 """
 
 import dataclasses
