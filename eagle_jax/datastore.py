@@ -40,13 +40,15 @@ def read_documents(paths: Paths, tokenizer: Any) -> Iterator[list[int]]:
     other file is one.
 
     Raises:
-      ValueError: no tokenizer, or a line of neither form or one that the template refuses, with file and line number.
+      ValueError: there is no tokenizer, a file is not UTF-8, or a line is of neither form or refused by the template,
+        with file and line number.
+      OSError: a file cannot be read.
     """
     if tokenizer is None:
         raise ValueError("The target has no tokenizer, so that texts cannot be made tokens.")
     for path in files_of(paths):
         if path.suffix != ".jsonl":
-            yield _encode(tokenizer, path.read_text(encoding="utf-8"))
+            yield _encode(tokenizer, _read_text(path))
             continue
         for line, where in lines_of(path):
             yield _encode(tokenizer, _text_of(line, where, tokenizer))
@@ -161,6 +163,13 @@ def vocabulary_hash(tokenizer: Any) -> str:
     """SHA-256 of which text each id stands for."""
     words = sorted((int(index), word) for word, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from error
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

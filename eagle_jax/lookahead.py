@@ -3,7 +3,7 @@
 A window of guesses stands ahead of the text. Its row 0 is a chain below the root, column c at depth c + 1; column c of
 row r hangs below column c of row r - 1. So a column is a guess of R tokens in a row after row 0's beginning, and the
 target's best token after it is one more: it becomes the window's last row, row 0 goes, and the column's R + 1 tokens
-are an n-gram for the pool (the lookahead branch, section 3.2). The pool's n-grams that begin with the root are drafted
+are an n-gram for the pool (the lookahead branch). The pool's n-grams that begin with the root are drafted
 beside the window (the verification branch).
 
 Window and n-grams are merged by `trie.merge`: where two of their paths begin alike they share nodes, and since what the
@@ -13,7 +13,7 @@ Deviations from the paper, none of which can change the text:
 * The walk may go down the window too, since it is in the tree: what the Jacobi iteration has got right is accepted.
 * After accepted tokens the window's columns move up by as many, so that each guess keeps its place in the text; columns
   that come in at the end are filled from the row's own tokens, as the first window is, all rows of it at once.
-* The pool has fixed room and replaces a bucket's entries in turn; the paper's grows.
+* The pool has fixed room, by the first token modulo P; a bucket's entries are replaced in turn.
 * N-grams are of the target's best tokens at any temperature, processors left out. So at a temperature above 0, where
   the text is drawn, less is accepted.
 * Rewinding forgets window and pool, so that a text is drafted as if it were the first.
@@ -48,7 +48,7 @@ class Lookahead:
     The tree's size follows from these numbers, 1 + levels * (window + guesses) nodes; a `TreeConfig` is not used.
     """
 
-    window: int = 10  # W, the paper's too
+    window: int = 10  # W
     levels: int = 4  # R, the paper's N - 1: n-grams have levels + 1 tokens
     guesses: int = 10  # G
     buckets: int = 1024  # tokens whose n-grams are kept apart

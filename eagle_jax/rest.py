@@ -1,8 +1,8 @@
 """REST (arXiv 2311.08252): drafts are looked up in a datastore of texts, by the longest suffix of the context.
 
 The datastore's suffix array stays on the device, so that a look-up is a binary search there, for suffixes of all
-lengths at once. As in the paper, the continuations found form a trie whose heaviest nodes are drafted; other than there,
-no more of them are taken than have static room, spread evenly over those found.
+lengths at once. As in the paper, the continuations found form a trie whose heaviest nodes are drafted; other than
+there, no more of them are taken than have static room, spread evenly over those found.
 
 B batch rows, M tokens of the datastore, Q suffix lengths, K longest suffix, G continuations, L tokens of each.
 """

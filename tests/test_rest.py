@@ -208,3 +208,9 @@ def test_a_line_that_is_no_document_is_refused(tmp_path, line, message):
     tokenizer = word_tokenizer("{{ raise_exception('no such chat') }}" if "user" in line else TEMPLATE)
     with pytest.raises(ValueError, match=message):
         list(datastore.read_documents(tmp_path / "data.jsonl", tokenizer))
+
+
+def test_a_text_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_bytes(b"abc\xff")
+    with pytest.raises(ValueError, match=r"notes.txt is not UTF-8 .* at byte 3"):
+        list(datastore.read_documents(tmp_path / "notes.txt", word_tokenizer()))
