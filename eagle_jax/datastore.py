@@ -23,7 +23,7 @@ from eagle_jax.target import Target
 
 TOKENS, SUFFIXES = "tokens.npy", "suffixes.npy"
 FORM = "datastore 1"
-MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**31 - 2**16  # a place, and the places read after it, fit into 32 bits
 
 
 class Built(NamedTuple):
@@ -33,8 +33,8 @@ class Built(NamedTuple):
     tokens: int  # without document ends
 
 
-def read_documents(paths: Paths, tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of documents, without special tokens of the tokenizer's own.
+def read_documents(paths: Paths, tokenizer: Any) -> Iterator[np.ndarray]:
+    """Token ids i32[...] of documents, without special tokens of the tokenizer's own.
 
     A `.jsonl` file holds one a line, `{"text": "..."}` or a conversation, which goes through the chat template; any
     other file is one.
@@ -55,7 +55,12 @@ def read_documents(paths: Paths, tokenizer: Any) -> Iterator[list[int]]:
 
 
 def build_datastore(
-    directory: str | Path, documents: Iterable[Sequence[int]], *, target: str, vocab_size: int, tokenizer: Any = None
+    directory: str | Path,
+    documents: Iterable[Sequence[int] | np.ndarray],
+    *,
+    target: str,
+    vocab_size: int,
+    tokenizer: Any = None,
 ) -> Built:
     """Writes a datastore of documents i32[...], which is not to be there yet.
 
@@ -151,7 +156,7 @@ def suffix_array(tokens: np.ndarray) -> np.ndarray:
         if compared:
             after[: size - compared] = rank[compared:] + 1
         pairs = rank * (size + 1) + after
-        order = np.argsort(pairs, kind="stable")
+        order = np.argsort(pairs)
         differs = np.diff(pairs[order], prepend=-1) != 0
         rank[order] = np.cumsum(differs) - 1
         if differs.all():
@@ -172,8 +177,8 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from error
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+def _encode(tokenizer: Any, text: str) -> np.ndarray:
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], np.int32)
 
 
 def _text_of(line: bytes, where: str, tokenizer: Any) -> str:

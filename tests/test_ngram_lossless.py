@@ -22,7 +22,7 @@ PROMPTS = random_prompts(6, lengths=(1, 2, 9, 20), seed=8)
 SEEDS = [10 + row for row in range(6)]
 HALF_GREEDY = [ej.SamplingConfig(temperature=float(row % 2 == 0)) for row in range(6)]
 OPTIONS = {"max_new_tokens": 32, "tree": TREE}
-METHODS = ("lookup", "rest", "lookahead", "example")
+METHODS = ("example", "lookup", "rest", "lookahead")
 CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 
@@ -89,5 +89,5 @@ def test_a_turn_is_generate_for_the_messages_so_far(name, example):
     method = method_for(name, random_prompts(40, lengths=(9,), seed=9), example)
     talk, alone = begin(target, method, tree=TREE, sampling=ej.SamplingConfig(temperature=1.0))
     accepted = [n for message in MESSAGES for n in check_turn(talk, alone, message).accepted]
-    assert talk.prefilled < 12
+    assert talk.prefilled < 12 or name == "example"  # which forgets all
     assert sum(accepted) > 0

@@ -4,8 +4,8 @@
     python decode/bench.py --prompts mt_bench.jsonl --methods rest --datastore runs/datastore
 
 A `.jsonl` file holds a document a line, `{"text": "..."}` or a conversation, which goes through the chat template; any
-other file is one document. No draft runs over a document's end. Expect 8 bytes a token, and about 5 s a million tokens
-for sorting them, on one CPU core.
+other file is one document. No draft runs over a document's end. Expect 8 bytes a token. Sorting takes about
+1 s of one core a million tokens (8.0 s for 8 million random ones in documents of 500) and 65 bytes of memory a token.
 """
 
 import dataclasses
