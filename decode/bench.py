@@ -22,6 +22,9 @@ above it, texts with drawn children have plain decoding's law, not its tokens, s
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
 otherwise: spinning ones are slow on cores that others use.
 
+Besides an EAGLE head's trees (dynamic is EAGLE-2's, static EAGLE-1's) there are methods without a head: lookup (in the
+text itself), rest (in a --datastore) and lookahead; what --lookahead says decides its tree, not --tree.
+
 --output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
 """
 
@@ -63,6 +66,9 @@ class Options:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     tree: ej.TreeConfig = ej.TreeConfig()  # nodes, depth, top_k and choices; kind and children are the method's
+    lookup: ej.PromptLookup = ej.PromptLookup()
+    lookahead: ej.Lookahead = ej.Lookahead()
+    datastore: Path | None = None  # for rest; train/build_datastore.py makes one
     output: Path | None = None  # directory for bench.json, bench.csv and bench.png
 
     def __post_init__(self):
@@ -79,6 +85,7 @@ class Options:
             self.draft_model is not None or "speculative" not in self.methods,
             "The method speculative needs a smaller model with the target's vocabulary; name it with --draft-model.",
         )
+        require("rest" not in self.methods or self.datastore is not None, "Give rest a --datastore.")
         require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a speed needs at least 2.")
         require(self.peer is None or self.batch == 1, f"batch is {self.batch}; a peer decodes 1 prompt at a time.")
         kept = self.output and self.output / "bench.json"
@@ -114,6 +121,11 @@ def load_first_layers(target: ej.Target, options: Options) -> ej.DraftModel:
     return ej.DraftModel.first_layers(target, options.first_layers)
 
 
+def load_rest(target: ej.Target, options: Options) -> ej.Rest:
+    assert options.datastore is not None
+    return ej.Rest(store=ej.load_datastore(options.datastore, target))
+
+
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
     "dynamic plain ranking": Method(load_head, "dynamic", common_random_numbers=False),
@@ -122,6 +134,9 @@ METHODS = {
     "eagle-1-sampled": Method(load_head, "static", "sampled"),
     "speculative": Method(load_draft_model, "chain", "sampled"),
     "first-layers": Method(load_first_layers, "chain", "sampled"),
+    "lookup": Method(lambda _, options: options.lookup, "dynamic"),
+    "lookahead": Method(lambda _, options: options.lookahead, "dynamic"),
+    "rest": Method(load_rest, "dynamic"),
 }
 
 
@@ -164,6 +179,8 @@ def about(options: Options, target: ej.Target) -> dict[str, Any]:
         fields["draft_model"] = options.draft_model
     if "first-layers" in options.methods:
         fields["first_layers"] = options.first_layers
+    used = {"lookup": options.lookup, "lookahead": options.lookahead, "rest": options.datastore}
+    fields |= {name: str(value) for name, value in used.items() if name in options.methods}
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})
 

@@ -4,10 +4,14 @@ from eagle_jax.checkpoint import load_head, save_head
 from eagle_jax.completion import Chunk, Completion
 from eagle_jax.config import HeadConfig, ModelConfig, RopeScaling, SamplingConfig, TreeConfig
 from eagle_jax.conversation import Conversation
+from eagle_jax.datastore import load_datastore
 from eagle_jax.draft_model import DraftModel
 from eagle_jax.generation import generate, stream
 from eagle_jax.head import Head
 from eagle_jax.loading import load_target
+from eagle_jax.lookahead import Lookahead
+from eagle_jax.lookup import PromptLookup
+from eagle_jax.rest import Rest
 from eagle_jax.target import Target
 
 __all__ = [
@@ -17,12 +21,16 @@ __all__ = [
     "DraftModel",
     "Head",
     "HeadConfig",
+    "Lookahead",
     "ModelConfig",
+    "PromptLookup",
+    "Rest",
     "RopeScaling",
     "SamplingConfig",
     "Target",
     "TreeConfig",
     "generate",
+    "load_datastore",
     "load_head",
     "load_target",
     "save_head",

@@ -32,7 +32,9 @@ def read_conversations(paths: Paths) -> list[list[Message]]:
       ValueError: a line of neither form or with an unknown role, with file and line number; or there is none.
       OSError: a file cannot be read.
     """
-    return [conversation for path in files_of(paths) for conversation in _read(path, _conversation, "conversation")]
+    return [
+        conversation for path in files_of(paths) for conversation in _read(path, parse_conversation, "conversation")
+    ]
 
 
 def read_questions(path: str | Path, limit: int | None = None) -> list[list[Message]]:
@@ -88,7 +90,8 @@ def lines_of(path: str | Path) -> Iterator[tuple[bytes, str]]:
                 yield line, f"{path}, line {number}"
 
 
-def _conversation(line: bytes, where: str) -> list[Message]:
+def parse_conversation(line: bytes, where: str) -> list[Message]:
+    """A line of a file; `where` is said if it is malformed."""
     try:
         return _messages(json.loads(line), where)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -120,7 +123,7 @@ def _question(line: bytes, where: str) -> list[Message]:
             return [{"role": "user", "content": turn}]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f'{where} is not of the form {{"turns": ["..."]}} ({error!r}).') from error
-    question = before_answer(_conversation(line, where))
+    question = before_answer(parse_conversation(line, where))
     if not question:
         raise ValueError(f"{where} asks nothing: no message of the system's or the user's stands before an answer.")
     return question

@@ -212,10 +212,10 @@ def draft_dynamic(
         )
         filled += width * width
 
-    return _rerank(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)), nodes=config.nodes)
+    return rerank(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)), nodes=config.nodes)
 
 
-def _rerank(root: Array, tokens: Array, parents: Array, depths: Array, scores: Array, *, nodes: int) -> Tree:
+def rerank(root: Array, tokens: Array, parents: Array, depths: Array, scores: Array, *, nodes: int) -> Tree:
     """Keeps the N - 1 candidates with the best paths (section 4.2), arrays [B, pool].
 
     Scores never rise down the tree, and on ties `top_k` takes the lower index, which a parent has. So what is kept is

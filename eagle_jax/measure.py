@@ -26,6 +26,7 @@ from flax import nnx
 
 from eagle_jax import generation
 from eagle_jax import sampling as sampling_rows
+from eagle_jax.cached_drafter import CachedDrafter
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.head import Head
 from eagle_jax.target import Target, features_of
@@ -94,9 +95,12 @@ class Decoding:
         drafter, _ = generation.bind(self.target, self.drafter, self.tree)
         if drafter.nodes == 1:
             return ""
-        width = f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" else ""
         drawn = ", sampled" if self.tree.children == "sampled" else ""
-        return f"{self.tree.kind}, {drafter.nodes} nodes, depth {drafter.depth}{width}{drawn}"
+        kind = ""
+        if isinstance(drafter, CachedDrafter):  # others have trees of their own
+            kind = f"{self.tree.kind}, "
+            drawn = (f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" else "") + drawn
+        return f"{kind}{drafter.nodes} nodes, depth {drafter.depth}{drawn}"
 
     def job(self, prompts: Sequence[Sequence[int]]) -> generation.Job:
         return generation.prepare(

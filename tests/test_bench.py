@@ -21,7 +21,7 @@ from flax import nnx
 from rig import tiny_config, word_tokenizer
 
 import eagle_jax as ej
-from eagle_jax import data, figures, measure, peers, report
+from eagle_jax import data, datastore, figures, measure, peers, report
 from eagle_jax.config import RopeScaling
 from eagle_jax.target import features_of
 
@@ -334,6 +334,29 @@ def test_bench_writes_what_it_measured(bench, capsys):
     if importlib.util.find_spec("matplotlib"):
         assert (output / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "mean over files, temperature 1" in capsys.readouterr().out
+
+
+def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(ej, "load_head", None)
+    documents = random_prompts(9, vocab=13)
+    datastore.build_datastore(tmp_path / "store", documents, target="t", vocab_size=16, tokenizer=word_tokenizer())
+    sizes = {"lookahead.window": 2, "lookahead.levels": 2, "lookahead.guesses": 2, "lookup.matches": 2}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    methods = ("--methods", "lookup", "rest", "lookahead", "--datastore", str(tmp_path / "store"))
+    output = bench("--limit", "1", "--tree.nodes", "5", "--tree.depth", "2", *methods, *options)
+    record = json.loads((output / "bench.json").read_text())
+    assert [row["method"] for row in record["rows"][:4]] == ["plain", "lookup", "rest", "lookahead"]
+    assert all((row["texts"], row["identical"]) == (1, 1) for row in record["rows"])
+    drafting = [row["drafting"] for row in record["rows"][1:4]]
+    assert drafting == ["dynamic, 5 nodes, depth 2", "dynamic, 5 nodes, depth 2", "dynamic, 9 nodes, depth 3"]
+    assert record["settings"]["lookup"] == "PromptLookup(max_ngram=3, min_ngram=1, matches=2)"
+    assert record["settings"]["rest"] == str(tmp_path / "store")
+
+
+def test_rest_needs_a_datastore(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench("--methods", "rest")
+    assert "Give rest a --datastore" in capsys.readouterr().err
 
 
 def test_bench_keeps_what_was_measured_before_ctrl_c(bench, monkeypatch, tmp_path):
