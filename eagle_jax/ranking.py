@@ -5,9 +5,11 @@ token index: it is known before anything is drafted. So a draft may add the same
 numbers; drafter-invariant decoding, Daliri, Musco, Suresh 2024). Where it knows the target's distribution it knows the
 token, as in greedy decoding, and what the target emits is the same under any tree.
 
-A child's score is log_softmax(beta * (processed logits / T + g)), at most 0, so that scores fall down a tree. Beta
+A child's score is log_softmax(beta * (processed logits + T * g)), at most 0, so that scores fall down a tree. Beta
 changes no order among siblings but weighs paths against each other: a draft that is close to its target may trust the
-best child more than one that is not. It is fitted (`ranking_fit.py`).
+best child more than one that is not. It is fitted (`ranking_fit.py`). The sum is not divided by T: what a draft is
+wrong by is wrong in its logits, at any T, and scores that know no doubt at a low T make trees of no breadth. So T -> 0
+leads to the ranking of T = 0.
 
 B batch rows, K nodes, V vocabulary, W draft vocabulary.
 """
@@ -72,7 +74,7 @@ def outcomes(
     processors: Processors,
     seen: Array | None = None,
 ) -> Array:
-    """Processed logits / T + noise, as differences from the best one, f32[B, K, W]; plain logits for rows at T = 0.
+    """Processed logits + T * noise, as differences from the best one, f32[B, K, W]; plain logits for rows at T = 0.
 
     Tokens that the filters drop come after all they keep, in the draft's order: the target's filters may keep them.
 
@@ -90,14 +92,13 @@ def outcomes(
         return jnp.repeat(values, nodes, axis=0)
 
     params, noise, values = jax.tree.map(each, params), each(noise), logits.reshape(-1, width)
-    warm, temperature = (params.temperature > 0)[:, None], params.temperature[:, None]
     if processors.repetition_penalty:
         assert seen is not None
+        warm = (params.temperature > 0)[:, None]
         values = jnp.where(warm, penalize(values, each(seen), params.repetition_penalty), values)
-    moved = values + temperature * noise  # the verifier's own arithmetic
+    moved = values + params.temperature[:, None] * noise  # the verifier's own arithmetic
     if processors.top_k or processors.top_p or processors.min_p:
         keep = keep_mask(values, params, processors, CANDIDATES)
         last, lowest = (jnp.min(jnp.where(keep, x, jnp.inf), axis=-1, keepdims=True) for x in (values, moved))
         moved = jnp.where(keep, moved, values - last + lowest)
-    differences = (moved - jnp.max(moved, axis=-1, keepdims=True)) / jnp.where(warm, temperature, 1.0)
-    return differences.reshape(batch, nodes, width)
+    return (moved - jnp.max(moved, axis=-1, keepdims=True)).reshape(batch, nodes, width)

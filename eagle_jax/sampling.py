@@ -93,23 +93,22 @@ def keep_mask(logits: Array, params: SamplingParams, processors: Processors, can
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(warm, params.temperature[:, None], 1.0)
     keep = jnp.ones(logits.shape, bool)
     if processors.top_k or processors.top_p:
-        looked_at = min(candidates or scaled.shape[-1], scaled.shape[-1])
-        few = looked_at < scaled.shape[-1]
-        ordered = jax.lax.top_k(scaled, looked_at)[0] if few else -jnp.sort(-scaled, axis=-1)
+        few = min(candidates or scaled.shape[-1], scaled.shape[-1])
+        all_of_them = few == scaled.shape[-1]
+        ordered = -jnp.sort(-scaled, axis=-1) if all_of_them else jax.lax.top_k(scaled, few)[0]
         # A draft vocabulary, or its best tokens, may be fewer than top_k.
-        least = jnp.minimum(params.top_k, ordered.shape[-1])
-        kept = ordered >= jnp.take_along_axis(ordered, least[:, None] - 1, axis=1)
+        kept = ordered >= jnp.take_along_axis(ordered, jnp.minimum(params.top_k, few)[:, None] - 1, axis=1)
         if processors.top_p:
             probabilities = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
-            if few:  # the candidates' share, where top-k has not made them all there is
+            if not all_of_them:  # the candidates' share, where top-k has not made them all there is
                 share = jnp.exp(jax.nn.logsumexp(ordered, axis=-1) - jax.nn.logsumexp(scaled, axis=-1))
-                probabilities *= jnp.where(params.top_k <= ordered.shape[-1], 1.0, share)[:, None]
+                probabilities *= jnp.where(params.top_k <= few, 1.0, share)[:, None]
             before = jnp.cumsum(probabilities, axis=-1) - probabilities
             # The best token stays whatever top_p is; with top_p = 1 rounding must not cut the tail.
             enough = (before >= params.top_p[:, None]) & (params.top_p < 1)[:, None]
             kept &= ~enough.at[:, 0].set(False)
         last = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        if few:
+        if not all_of_them:
             last = jnp.where(jnp.all(kept, axis=-1, keepdims=True), -jnp.inf, last)
         keep &= scaled >= last
     if processors.min_p:

@@ -68,7 +68,7 @@ def slow_nodes(target, head, run, text, prompt_length, seed, temperature):
             predicted = run(embeddings, inputs)[pair]
             logits = np.asarray(head.ends.lm_head @ predicted, np.float64)
             noise = np.asarray(jax.random.gumbel(jax.random.fold_in(key, pair + 2), (16,)))[VOCABULARY]
-            values = logits / temperature + noise
+            values = logits + temperature * noise
             choice = text[pair + 2] // 2 if text[pair + 2] % 2 == 0 else None
             found = [slow_likelihood(values, choice, beta, TREE.top_k) for beta in BETAS]
             yield [one for one, _ in found], found[0][1]
