@@ -3,8 +3,8 @@
 A window of guesses stands ahead of the text. Its row 0 is a chain below the root, column c at depth c + 1; column c of
 row r hangs below column c of row r - 1. So a column is a guess of R tokens in a row after row 0's beginning, and the
 target's best token after it is one more: it becomes the window's last row, row 0 goes, and the column's R + 1 tokens
-are an n-gram for the pool (the lookahead branch). The pool's n-grams that begin with the root are drafted
-beside the window (the verification branch).
+are an n-gram for the pool (the lookahead branch). The pool's n-grams that begin with the root are drafted beside the
+window (the verification branch).
 
 Window and n-grams are merged by `trie.merge`: where two of their paths begin alike they share nodes, and since what the
 target says at a node depends on the path to it alone, both lose nothing.

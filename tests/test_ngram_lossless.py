@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from engine_rig import Letters, ids, make_target, mean_accepted, random_prompts
 from test_conversation import MESSAGES, begin, check_turn
 
 import eagle_jax as ej
+from eagle_jax import decoding
 from eagle_jax.datastore import suffix_array
+from eagle_jax.pool import Request, RowPool
 from eagle_jax.rest import Datastore
 
 TREE = ej.TreeConfig(nodes=16, depth=4)
@@ -51,6 +54,18 @@ def method_for(name, documents, example):
     tokens = np.asarray([token for document in documents for token in (*document, -1)], np.int32)
     arrays = {"tokens": jnp.asarray(tokens), "suffixes": jnp.asarray(suffix_array(tokens))}
     return ej.Rest(store=Datastore(**arrays, vocab_size=16, name="texts"), max_ngram=4, matches=8)
+
+
+@pytest.fixture(autouse=True)
+def no_transfers(monkeypatch):
+    """Nothing goes between host and device while rounds run."""
+    run_rounds = decoding.run_rounds
+
+    def guarded(*arguments, **options):
+        with jax.transfer_guard("disallow"):
+            return run_rounds(*arguments, **options)
+
+    monkeypatch.setattr(decoding, "run_rounds", guarded)
 
 
 def decoded(target, method):
@@ -91,3 +106,21 @@ def test_a_turn_is_generate_for_the_messages_so_far(name, example):
     accepted = [n for message in MESSAGES for n in check_turn(talk, alone, message).accepted]
     assert talk.prefilled < 12 or name == "example"  # which forgets all
     assert sum(accepted) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_that_is_refilled_knows_nothing_of_its_last_text(target, name, example):
+    """Rounds and what they accepted agree with those of the prompt alone."""
+    sampling = ej.SamplingConfig(temperature=1.0)
+    method = method_for(name, random_prompts(40, lengths=(9,), seed=9), example)
+    pool = RowPool(target, method, rows=2, newcomers=1, max_length=100, sampling=[sampling], tree=TREE, rounds=3)
+    prompts = random_prompts(7, lengths=(40, 3, 9), seed=12)
+    for row, prompt in enumerate(prompts):
+        pool.add(Request(tokens=prompt, seed=row, sampling=sampling, max_new_tokens=20), tag=row)
+    found = {}
+    while pool.busy:
+        found |= {ended.tag: ended.completion for ended in pool.step()}
+    for row, prompt in enumerate(prompts):
+        alone = ej.generate(target, method, prompt, max_new_tokens=20, sampling=sampling, seed=[row], tree=TREE)
+        assert (found[row].token_ids, found[row].accepted) == (alone.token_ids, alone.accepted)
