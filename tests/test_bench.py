@@ -500,3 +500,17 @@ def test_bench_runs_a_peer_beside(bench):
     methods = [row["method"] for row in record["rows"] if row["file"] == "one.jsonl"]
     assert methods == ["plain", "chain", "transformers", "prompt lookup"]
     assert all(row["identical"] == 1 for row in record["rows"])
+
+
+@pytest.mark.slow
+def test_bench_measures_draft_models(bench):
+    """The target drafts for itself, then its first layer does; drawn text is held against no other."""
+    arguments = ("--draft-model", "small", "--first-layers", "1", *SMALL_TREE[2:])
+    output = bench("--limit", "1", "--temperatures", "0", "1", "--methods", "speculative", "first-layers", *arguments)
+    record = json.loads((output / "bench.json").read_text())
+    assert (record["settings"]["draft_model"], record["settings"]["first_layers"]) == ("small", 1)
+    rows = {(row["method"], row["temperature"]): row for row in record["rows"] if row["file"] == "one.jsonl"}
+    for name in ("speculative", "first-layers"):
+        assert (rows[name, 0.0]["identical"], rows[name, 1.0]["identical"]) == (1, None)
+        assert rows[name, 0.0]["drafting"] == "chain, 4 nodes, depth 3, sampled"
+    assert rows["speculative", 0.0]["tau"] > 3 and rows["speculative", 1.0]["tau"] > 3
