@@ -3,7 +3,8 @@
 Node 0 is the root: the last committed token. Parents stand before their children. Padding nodes have no parent and are
 never anyone's child, so no path reaches them.
 
-B batch rows, N nodes (the root included), D levels below the root, X nodes with children, W draft vocabulary.
+B batch rows, N nodes (the root included), D levels below the root, X nodes with children, V vocabulary,
+W draft vocabulary.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class Tree:
     log_scores: Array  # f32[B, N], how likely the draft takes the path from the root to be; 0 at the root
     proposals: Array | None = None  # f32[B, X, W], log-probabilities that children were drawn from
     proposal_of: Array | None = None  # i32[B, N], for a node with children its place among the X
-    vocabulary: Array | None = None  # i32[W], token ids of a draft vocabulary; None where W is the target's whole one
+    vocabulary: Array | None = None  # i32[W], a draft vocabulary's token ids, of all rows; None where W = V
 
 
 def root_only(root: Array) -> Tree:

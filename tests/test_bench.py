@@ -548,3 +548,17 @@ def test_bench_step_compares_the_two_steps(tmp_path):
     for memory in record["megabytes"].values():
         assert memory["peak"] > memory["before_first_step"] > 0
         assert memory["above"] == pytest.approx(memory["peak"] - memory["before_first_step"])
+
+
+@pytest.mark.slow
+def test_bench_measures_draft_models(bench):
+    """The target drafts for itself, then its first layer does; drawn text is held against no other."""
+    arguments = ("--draft-model", "small", "--first-layers", "1", *SMALL_TREE[2:])
+    output = bench("--limit", "1", "--temperatures", "0", "1", "--methods", "speculative", "first-layers", *arguments)
+    record = json.loads((output / "bench.json").read_text())
+    assert (record["settings"]["draft_model"], record["settings"]["first_layers"]) == ("small", 1)
+    rows = {(row["method"], row["temperature"]): row for row in record["rows"] if row["file"] == "one.jsonl"}
+    for name in ("speculative", "first-layers"):
+        assert (rows[name, 0.0]["identical"], rows[name, 1.0]["identical"]) == (1, None)
+        assert rows[name, 0.0]["drafting"] == "chain, 4 nodes, depth 3, sampled"
+    assert rows["speculative", 0.0]["tau"] > 3 and rows["speculative", 1.0]["tau"] > 3

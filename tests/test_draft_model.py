@@ -24,13 +24,13 @@ from eagle_jax import decoding, draft, generation
 from eagle_jax.config import FULL, SLIDING
 from eagle_jax.tree import ROOT
 
+SLOW = pytest.mark.slow
 CHAIN = ej.TreeConfig(kind="chain", nodes=4, depth=3)
 TREES = {
     "chain": CHAIN,
     "static": ej.TreeConfig(kind="static", choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0))),
     "dynamic": ej.TreeConfig(nodes=10, depth=3, top_k=3),
 }
-KINDS = ["chain", "dynamic", pytest.param("static", marks=pytest.mark.slow)]
 DEPTH = 3
 
 
@@ -76,7 +76,7 @@ def check_tree(model, tree, lengths, kind):
                 assert children == sorted(best.tolist())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["chain", "dynamic", pytest.param("static", marks=SLOW)])
 def test_proposals_are_those_of_the_models_whole_forward(small, kind):
     """After prompts of two lengths, one of a single token, and rounds that committed other numbers of tokens."""
     drafter, params = ej.DraftModel(small).bind(make_target(), TREES[kind])
@@ -120,7 +120,7 @@ PROMPTS = random_prompts(6, lengths=(1, 3, 8, 21, 40), seed=13)
 NEW = 32
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["chain", *(pytest.param(kind, marks=SLOW) for kind in ("dynamic", "static"))])
 def test_the_text_is_the_targets(target, small, kind):
     """Half the rows greedy, half drawn; a row is its single run."""
     sampling = [ej.SamplingConfig(temperature=float(row % 2)) for row in range(len(PROMPTS))]
@@ -143,10 +143,10 @@ WINDOW = {"num_hidden_layers": 2, "sliding_window": 6, "layer_types": (FULL, SLI
 @pytest.mark.parametrize(
     ("children", "overrides"),
     [
-        pytest.param("best", {}, marks=pytest.mark.slow),
+        pytest.param("best", {}, marks=SLOW),
         ("sampled", {}),
         ("best", WINDOW),
-        pytest.param("sampled", WINDOW, marks=pytest.mark.slow),
+        pytest.param("sampled", WINDOW, marks=SLOW),
     ],
     ids=["best", "sampled", "best_window", "sampled_window"],
 )
