@@ -40,10 +40,11 @@ class Options:
     prompts: list[Path]
     limit: int = 20  # prompts taken from each file
     raw: bool = False  # decode prompts as plain text, without the chat template
-    methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain
+    methods: tuple[str, ...] = ("dynamic",)  # besides plain: dynamic (EAGLE-2), static (EAGLE-1), chain, medusa
     peer: Literal["transformers"] | None = None
     target: str = "smollm2-135m"
     head: str = "smollm2-135m"
+    medusa: str | None = None  # a directory of trained Medusa heads, for the method medusa
     dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
     max_new_tokens: int = 96
     batch: int = 1  # prompts decoded together
@@ -67,6 +68,10 @@ class Options:
         require(len(set(names)) == len(names), f"Two files of prompts have one name, among {', '.join(names)}.")
         for name in self.methods:
             require(name in METHODS, f"There is no method {name!r}; known methods: {', '.join(METHODS)}.")
+        require(
+            "medusa" not in self.methods or self.medusa is not None,
+            "The method medusa needs trained heads; give their directory with --medusa.",
+        )
         require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a speed needs at least 2.")
         require(self.peer is None or self.batch == 1, f"batch is {self.batch}; a peer decodes 1 prompt at a time.")
         kept = self.output and self.output / "bench.json"
@@ -87,14 +92,20 @@ class Method(NamedTuple):
     kind: str
 
 
-def load_head(target: ej.Target, options: Options) -> ej.Head:
+def load_head(target: ej.Target, options: Options) -> ej.Head | ej.Medusa:
     return ej.load_head(options.head, target)
+
+
+def load_medusa(target: ej.Target, options: Options) -> ej.Medusa:
+    assert options.medusa is not None
+    return ej.load_medusa(options.medusa, target)
 
 
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
     "static": Method(load_head, "static"),
     "chain": Method(load_head, "chain"),
+    "medusa": Method(load_medusa, "static"),
 }
 
 
@@ -123,7 +134,18 @@ def tree_for(tree: ej.TreeConfig, kind: Any) -> ej.TreeConfig:
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
-    names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    names = (
+        "target",
+        "head",
+        "medusa",
+        "raw",
+        "seed",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "max_new_tokens",
+    )
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})

@@ -1,12 +1,13 @@
 """EAGLE and EAGLE-2 speculative decoding in JAX: the target's own text, token for token, in fewer forward passes."""
 
-from eagle_jax.checkpoint import load_head, save_head
+from eagle_jax.checkpoint import load_head, load_medusa, save_head
 from eagle_jax.completion import Chunk, Completion
-from eagle_jax.config import HeadConfig, ModelConfig, RopeScaling, SamplingConfig, TreeConfig
+from eagle_jax.config import HeadConfig, MedusaConfig, ModelConfig, RopeScaling, SamplingConfig, TreeConfig
 from eagle_jax.conversation import Conversation
 from eagle_jax.generation import generate, stream
 from eagle_jax.head import Head
 from eagle_jax.loading import load_target
+from eagle_jax.medusa import Medusa
 from eagle_jax.target import Target
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "Conversation",
     "Head",
     "HeadConfig",
+    "Medusa",
+    "MedusaConfig",
     "ModelConfig",
     "RopeScaling",
     "SamplingConfig",
@@ -22,6 +25,7 @@ __all__ = [
     "TreeConfig",
     "generate",
     "load_head",
+    "load_medusa",
     "load_target",
     "save_head",
     "stream",

@@ -14,18 +14,16 @@ from jax import Array
 
 from eagle_jax import cache as kv
 from eagle_jax import layers
-from eagle_jax.config import ModelConfig, TreeConfig
+from eagle_jax.config import HeadConfig, TreeConfig
 from eagle_jax.draft import (
     Committed,
     Frontier,
     Memoryless,
     Start,
     StepFn,
-    draft_dynamic,
-    draft_static,
-    dynamic_depth,
-    dynamic_nodes,
-    static_choices,
+    draft_tree,
+    tree_depth,
+    tree_nodes,
 )
 from eagle_jax.head import FrozenEnds, Head
 from eagle_jax.numerics import lm_logits
@@ -60,21 +58,17 @@ class HeadDrafter(Memoryless):
     """
 
     graphdef: nnx.GraphDef
-    config: ModelConfig
+    config: HeadConfig
     tree: TreeConfig
     draft_vocab_size: int
 
     @property
     def nodes(self) -> int:
-        if self.tree.kind == "dynamic":
-            return dynamic_nodes(self.tree, self.draft_vocab_size)
-        return 1 + len(static_choices(self.tree, self.draft_vocab_size))
+        return tree_nodes(self.tree, self.draft_vocab_size)
 
     @property
     def depth(self) -> int:
-        if self.tree.kind == "dynamic":
-            return dynamic_depth(self.tree)
-        return max(map(len, static_choices(self.tree, self.draft_vocab_size)))
+        return tree_depth(self.tree, self.draft_vocab_size)
 
     def init(self, params: HeadParams, batch: int, capacity: int) -> DraftState:
         # The head may be of another dtype than its target: keys and values are the head's, features the target's.
@@ -131,19 +125,16 @@ class HeadDrafter(Memoryless):
         feature = jnp.take_along_axis(predicted, last[:, None, None], axis=1)[:, 0]
         start = Start(self._log_probs(params, feature), feature)
         step = self._step(params, cache, pending.count)
-        if self.tree.kind == "dynamic":
-            tree = draft_dynamic(step, fresh, start, root, params.ends.token_ids, self.tree)
-        else:
-            choices = static_choices(self.tree, self.draft_vocab_size)
-            tree = draft_static(step, fresh, start, root, params.ends.token_ids, choices)
+        tree = draft_tree(step, fresh, start, root, params.ends.token_ids, self.tree)
         return tree, dataclasses.replace(state, cache=cache, fresh=fresh, fresh_count=pending.count)
 
     def _extend(self, params: HeadParams, cache: kv.KVCache, pairs: Committed) -> tuple[Array, kv.Rows]:
         """Takes in true pairs: predicted features [B, R, E], and their keys and values."""
-        length = pairs.next_tokens.shape[1]
+        tokens = pairs.next_tokens if self.config.shifted else pairs.tokens
+        length = tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(length)
         return nnx.merge(self.graphdef, params.head)(
-            params.ends.embedding[pairs.next_tokens], pairs.features, positions, layers.causal_mask(length), cache
+            params.ends.embedding[tokens], pairs.features, positions, layers.causal_mask(length), cache
         )
 
     def _step(self, params: HeadParams, cache: kv.KVCache, fresh_count: Array) -> StepFn:
@@ -158,8 +149,9 @@ class HeadDrafter(Memoryless):
             )
             # The root's pair is the last committed one; a node at level l stands l places after it.
             positions = (cache.length + fresh_count)[:, None] + frontier.depth - 1
+            tokens = frontier.tokens if self.config.shifted else frontier.parent_tokens
             features, rows = nnx.merge(self.graphdef, params.head)(
-                params.ends.embedding[frontier.tokens], frontier.features, positions, mask, cache, carry
+                params.ends.embedding[tokens], frontier.features, positions, mask, cache, carry
             )
             return kv.join(carry, rows), self._log_probs(params, features), features
 

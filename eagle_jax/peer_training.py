@@ -39,6 +39,8 @@ class TorchTraining:
         )
         if config != plain:
             raise ValueError("The step in PyTorch knows AdamW at a constant rate, soft labels, one pass and no noise.")
+        if head.config.inputs != "feature+shifted_token":
+            raise ValueError(f"The step in PyTorch is for EAGLE's inputs; this head's are {head.config.inputs!r}.")
         self.torch: Any = importlib.import_module("torch")
         self.torch.set_num_threads(measure.cores())
         llama: Any = importlib.import_module("transformers.models.llama.modeling_llama")

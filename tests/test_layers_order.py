@@ -11,7 +11,7 @@ LAYERS = [
     {"layers"},
     {"target", "head"},
     {"draft", "verify"},
-    {"decoding", "eagle"},
+    {"decoding", "eagle", "medusa"},
     {"completion"},
     {"generation", "training"},
     {"conversation", "pool", "viz"},
