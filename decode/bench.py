@@ -16,6 +16,8 @@ least 2 draft tokens, and 0.27 of those that accepted at least 1.
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
 otherwise: spinning ones are slow on cores that others use.
 
+The method medusa drafts with the heads in --medusa, over Medusa's default tree or --tree.choices.
+
 --output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
 """
 

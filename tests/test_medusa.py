@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from engine_rig import greedy_sampler, ids, make_medusa, mean_accepted, random_prompts, softmax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from rig import tiny_target
 from test_training import batch_of
 
 import eagle_jax as ej
-from eagle_jax import draft, training
+from eagle_jax import draft, sharding, training
 from eagle_jax.medusa import MEDUSA_CHOICES
 
 VOCABULARY = np.asarray([1, 2, 4, 5, 7, 8, 9, 11, 12, 13, 14], np.int32)
@@ -69,8 +70,8 @@ def test_heads_begin_as_the_targets_own(target):
 def test_the_loss_is_the_formula(vocabulary, labels):
     """Head k at token j: against the target's word on t_{j+1+k}, or that token, where t_{j+1} to it are one answer."""
     target = tiny_target()
-    medusa, batch = make_medusa(target, vocabulary=vocabulary), batch_of(target, rows=2, length=9)
-    batch = batch._replace(assistant=batch.assistant.at[1, 6].set(False))
+    medusa, batch = make_medusa(target, vocabulary=vocabulary), batch_of(target, rows=2, length=12)
+    batch = batch._replace(assistant=batch.assistant.at[1, 8].set(False))
     graphdef, params = nnx.split(medusa.model)
     found = training.head_sums(graphdef, params, medusa.ends, batch, labels=labels)
     rows = list(range(16)) if vocabulary is None else vocabulary.tolist()
@@ -79,7 +80,7 @@ def test_the_loss_is_the_formula(vocabulary, labels):
     assert len(found) == 3
     for step, sums in enumerate(found, start=1):
         entropy, top1, top3, count = 0.0, 0, 0, 0
-        for row, j in itertools.product(range(2), range(9 - 1 - step)):
+        for row, j in itertools.product(range(2), range(12 - 1 - step)):
             if not assistant[row, j + 1 : j + step + 2].all():
                 continue
             log_q = np.log(probabilities(medusa, features[row, j])[step - 1])
@@ -317,3 +318,16 @@ def test_a_configuration_that_the_weights_do_not_fit(target, tmp_path, field, va
     (tmp_path / "config.json").write_text(json.dumps(fields | {field: value}))
     message = refusal(ej.load_head, tmp_path, target)
     assert said in message and str(tmp_path) in message
+
+
+def test_a_mesh_knows_where_the_parameters_lie():
+    """And their moments, under Muon too; what a mesh axis does not divide would be repeated."""
+    medusa = ej.Medusa.from_target(tiny_target(), heads=1)
+    recipe = training.TrainConfig(optimizer="muon")
+    state = jax.eval_shape(lambda params: training.init_state(params, recipe), nnx.split(medusa.model)[1])
+    places = sharding.shardings_for(state, sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1]))
+    leaves = jax.tree_util.tree_leaves_with_path(places)
+    found = {jax.tree_util.keystr(path, simple=True, separator="."): place.spec for path, place in leaves}
+    of_lm_heads = [spec for name, spec in found.items() if "lm_head" in name]
+    assert of_lm_heads == [PartitionSpec("tensor", "fsdp")] * 3
+    assert [spec for name, spec in found.items() if "linear" in name] == [PartitionSpec("fsdp", "tensor")] * 2
