@@ -24,6 +24,7 @@ otherwise: spinning ones are slow on cores that others use.
 
 Besides an EAGLE head's trees (dynamic is EAGLE-2's, static EAGLE-1's) there are methods without a head: lookup (in the
 text itself), rest (in a --datastore) and lookahead; what --lookahead says decides its tree, not --tree.
+The method medusa drafts with the heads in --medusa, over Medusa's default tree or --tree.choices.
 
 --output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
 """
@@ -55,6 +56,7 @@ class Options:
     head: str = "smollm2-135m"
     draft_model: str | None = None  # a smaller model with the target's vocabulary, for speculative
     first_layers: int = 4  # of the target's, for first-layers
+    medusa: str | None = None  # a directory of trained Medusa heads, for the method medusa
     dtype: Literal["float32", "bfloat16"] | None = None  # default: bfloat16 on accelerators, float32 on a CPU
     max_new_tokens: int = 96
     batch: int = 1  # prompts decoded together
@@ -86,6 +88,10 @@ class Options:
             "The method speculative needs a smaller model with the target's vocabulary; name it with --draft-model.",
         )
         require("rest" not in self.methods or self.datastore is not None, "Give rest a --datastore.")
+        require(
+            "medusa" not in self.methods or self.medusa is not None,
+            "The method medusa needs trained heads; give their directory with --medusa.",
+        )
         require(self.max_new_tokens > 1, f"max_new_tokens is {self.max_new_tokens}; a speed needs at least 2.")
         require(self.peer is None or self.batch == 1, f"batch is {self.batch}; a peer decodes 1 prompt at a time.")
         kept = self.output and self.output / "bench.json"
@@ -108,7 +114,7 @@ class Method(NamedTuple):
     common_random_numbers: bool = True
 
 
-def load_head(target: ej.Target, options: Options) -> ej.Head:
+def load_head(target: ej.Target, options: Options) -> ej.Head | ej.Medusa:
     return ej.load_head(options.head, target)
 
 
@@ -126,6 +132,11 @@ def load_rest(target: ej.Target, options: Options) -> ej.Rest:
     return ej.Rest(store=ej.load_datastore(options.datastore, target))
 
 
+def load_medusa(target: ej.Target, options: Options) -> ej.Medusa:
+    assert options.medusa is not None
+    return ej.load_medusa(options.medusa, target)
+
+
 METHODS = {
     "dynamic": Method(load_head, "dynamic"),
     "dynamic plain ranking": Method(load_head, "dynamic", common_random_numbers=False),
@@ -137,6 +148,7 @@ METHODS = {
     "lookup": Method(lambda _, options: options.lookup, "dynamic"),
     "lookahead": Method(lambda _, options: options.lookahead, "dynamic"),
     "rest": Method(load_rest, "dynamic"),
+    "medusa": Method(load_medusa, "static"),
 }
 
 
@@ -173,7 +185,18 @@ def tree_for(tree: ej.TreeConfig, method: Method) -> ej.TreeConfig:
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
-    names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    names = (
+        "target",
+        "head",
+        "medusa",
+        "raw",
+        "seed",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "max_new_tokens",
+    )
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
     if "speculative" in options.methods:
         fields["draft_model"] = options.draft_model

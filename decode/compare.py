@@ -57,7 +57,7 @@ class Options:
         )
 
 
-def ways_for(options: Options, target: ej.Target, head: ej.Head, seed: int) -> dict[str, measure.Decoding]:
+def ways_for(options: Options, target: ej.Target, head: ej.Head | ej.Medusa, seed: int) -> dict[str, measure.Decoding]:
     shared: dict[str, Any] = {"target": target, "sampling": options.sampling, "seed": seed}
     shared |= {"max_new_tokens": options.max_new_tokens, "tree": options.tree}
     return {"plain": measure.Decoding(drafter=None, **shared), "drafted": measure.Decoding(drafter=head, **shared)}
@@ -72,7 +72,7 @@ class Lossless(NamedTuple):
     differences: list[measure.Difference]
 
 
-def compare_ids(options: Options, target: ej.Target, head: ej.Head, prompts: list[list[int]]) -> Lossless:
+def compare_ids(options: Options, target: ej.Target, head: ej.Head | ej.Medusa, prompts: list[list[int]]) -> Lossless:
     """Decodes every prompt under every seed, plainly and with drafts."""
     tokens, accepted, differences = 0, [], []
     jobs = [(seed, i) for seed in options.seeds for i in range(0, len(prompts), options.batch)]
@@ -91,7 +91,9 @@ def compare_ids(options: Options, target: ej.Target, head: ej.Head, prompts: lis
 ROUNDS_TIMED = 8
 
 
-def compare_speed(options: Options, target: ej.Target, head: ej.Head, prompts: list[list[int]]) -> dict[str, float]:
+def compare_speed(
+    options: Options, target: ej.Target, head: ej.Head | ej.Medusa, prompts: list[list[int]]
+) -> dict[str, float]:
     """Decodes each prompt to its end, plainly and with drafts in turn, and by itself a few rounds of each.
 
     The few rounds start anew from the prompt and run only as far as the text goes; they tell what a round costs apart

@@ -34,7 +34,7 @@ def main(options: Options) -> None:
     head = ej.load_head("smollm2-135m", target)
     chat = [{"role": "user", "content": options.message}]
 
-    def decode(drafter: ej.Head | None) -> ej.Completion:
+    def decode(drafter: ej.Head | ej.Medusa | None) -> ej.Completion:
         return ej.generate(target, drafter, chat, max_new_tokens=options.max_new_tokens, tree=options.tree)
 
     table = Table("", "tokens", "rounds", "tau", "tokens/s")

@@ -24,11 +24,9 @@ from eagle_jax.draft import (
     Memoryless,
     Start,
     StepFn,
-    draft_dynamic,
-    draft_static,
-    dynamic_depth,
-    dynamic_nodes,
-    static_choices,
+    draft_tree,
+    tree_depth,
+    tree_nodes,
 )
 from eagle_jax.ranking import rank_for
 from eagle_jax.sampling import Sampler
@@ -77,15 +75,11 @@ class CachedDrafter(Memoryless):
 
     @property
     def nodes(self) -> int:
-        if self.tree.kind == "dynamic":
-            return dynamic_nodes(self.tree, self.draft_vocab_size)
-        return 1 + len(static_choices(self.tree, self.draft_vocab_size))
+        return tree_nodes(self.tree, self.draft_vocab_size)
 
     @property
     def depth(self) -> int:
-        if self.tree.kind == "dynamic":
-            return dynamic_depth(self.tree)
-        return max(map(len, static_choices(self.tree, self.draft_vocab_size)))
+        return tree_depth(self.tree, self.draft_vocab_size)
 
     # --- What a drafter says of its decoder ---------------------------------------------------------------------------
 
@@ -100,6 +94,10 @@ class CachedDrafter(Memoryless):
     def root_block(self, committed: Committed) -> Block:
         """The same and what leads on to the root: after its last place the root's children are guessed."""
         raise NotImplementedError
+
+    def node_tokens(self, frontier: Frontier) -> Array:
+        """The tokens i32[B, K] that nodes are run with."""
+        return frontier.tokens
 
     def run(
         self,
@@ -202,11 +200,7 @@ class CachedDrafter(Memoryless):
         def token_ids(indices: Array) -> Array:
             return indices if vocabulary is None else vocabulary[indices]
 
-        if self.tree.kind == "dynamic":
-            tree = draft_dynamic(step, rows, start, root, token_ids, self.tree, rank)
-        else:
-            choices = static_choices(self.tree, self.draft_vocab_size)
-            tree = draft_static(step, rows, start, root, token_ids, choices, rank, sampler if draws else None)
+        tree = draft_tree(step, rows, start, root, token_ids, self.tree, rank, sampler if draws else None)
         room = self.depth + 1
         fresh = kv.Rows(
             keys=tuple(keys[:, :, :room] for keys in rows.keys),
@@ -233,7 +227,9 @@ class CachedDrafter(Memoryless):
             )
             # The block's last place is the root's; a node at level l stands l places after it.
             positions = (cache.length + count)[:, None] + frontier.depth - 1
-            features, rows = self.run(params, frontier.tokens, frontier.features, positions, mask, cache, carry)
+            features, rows = self.run(
+                params, self.node_tokens(frontier), frontier.features, positions, mask, cache, carry
+            )
             return kv.join(carry, rows), self.logits(params, features), features
 
         return step

@@ -1,6 +1,7 @@
 """Trained heads on disk: a directory with `model.safetensors`, under the published tensor names, and `config.json`.
 
-Heads published by EAGLE's authors, whose weights are PyTorch's pickles, load where PyTorch is installed.
+EAGLE's heads, those of its ablation and Medusa's; `config.json` says which. Heads published by EAGLE's authors, whose
+weights are PyTorch's pickles, load where PyTorch is installed.
 """
 
 import dataclasses
@@ -18,19 +19,20 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from eagle_jax import layers
-from eagle_jax.config import HeadConfig, RopeScaling
+from eagle_jax.config import HeadConfig, MedusaConfig, RopeScaling
 from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
 from eagle_jax.families import FAMILIES, model_fields
-from eagle_jax.head import Head, HeadModel, check_fit, frozen_ends
+from eagle_jax.head import Head, check_fit, frozen_ends
+from eagle_jax.medusa import Medusa, model_for
 from eagle_jax.repository import CONFIG, find_repository
 from eagle_jax.sharding import shard
 from eagle_jax.target import Target
 from eagle_jax.weights import WEIGHTS, read_json, require_floats, stored_tensors
 
-ARCHITECTURE = "EagleHead"  # in the configuration of heads that were written here
+ARCHITECTURE, MEDUSA = "EagleHead", "MedusaHeads"  # in the configuration of heads that were written here
 VOCABULARY = "draft_vocabulary"  # i32[W], ascending token ids
 BORROWED = ("embed_tokens.weight", "lm_head.weight")  # published heads carry copies of what is the target's
-SUPPORTED = "supported are EAGLE and EAGLE-2 heads (fc and one decoder layer)"
+SUPPORTED = "supported are EAGLE and EAGLE-2 heads (fc and one decoder layer), and Medusa heads that were trained here"
 
 # Transposing is its own inverse, so one table serves both ways.
 HEAD_TABLE: Table = (
@@ -38,19 +40,27 @@ HEAD_TABLE: Table = (
     (r"(.*)\.scale", r"\1.weight", unchanged),
     (r"(.*)\.bias", r"\1.bias", unchanged),
 )
+MEDUSA_TABLE: Table = (
+    (r"heads\.(\d+)\.linear\.kernel", r"\1.0.linear.weight", transposed),
+    (r"heads\.(\d+)\.lm_head", r"\1.1.weight", unchanged),
+)
 
 
-def save_head(head: Head, directory: str | Path, *, dtype: layers.Dtype = jnp.bfloat16) -> None:
+def save_head(head: Head | Medusa, directory: str | Path, *, dtype: layers.Dtype = jnp.bfloat16) -> None:
     """Writes a head's weights and configuration; a reader never sees half of one."""
+    table = HEAD_TABLE if isinstance(head, Head) else MEDUSA_TABLE
+    config: Any = head.config  # a table's transforms are typed for models'
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, leaf in nnx.to_flat_state(nnx.state(head.model)):
-        name, transform = tensor_for(path, HEAD_TABLE)
-        tensors[name] = np.ascontiguousarray(transform(np.asarray(leaf[...].astype(dtype)), head.config))
+        name, transform = tensor_for(path, table)
+        tensors[name] = np.ascontiguousarray(transform(np.asarray(leaf[...].astype(dtype)), config))
     if head.ends.vocabulary is not None:
         tensors[VOCABULARY] = np.asarray(head.ends.vocabulary, np.int32)
-    fields = {"architectures": [ARCHITECTURE]} | dataclasses.asdict(head.config) | {"bias": head.config.fc_bias}
+    fields = {"architectures": [ARCHITECTURE if isinstance(head, Head) else MEDUSA]} | dataclasses.asdict(head.config)
+    if isinstance(head, Head):
+        fields["bias"] = head.config.fc_bias
     # Under names of their own, which the next one overwrites should a kill leave them.
     partial = {name: directory / f"{name}.partial" for name in (WEIGHTS, CONFIG)}
     try:
@@ -75,14 +85,19 @@ def save_beta(directory: str | Path, beta: float) -> None:
         partial.unlink(missing_ok=True)
 
 
-def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = None, mesh: Mesh | None = None) -> Head:
-    """Loads a head and checks that it fits the target.
+def load_head(
+    name: str | Path, target: Target, dtype: layers.Dtype | None = None, mesh: Mesh | None = None
+) -> Head | Medusa:
+    """Loads whatever `train/train_head.py` leaves, or a published head, and checks that it fits the target.
 
     Args:
       name: an embedded head ("smollm2-135m"), a directory that holds one, or a hub id ("organisation/head").
       target: the target it drafts for.
       dtype: of the parameters; None is the target's.
       mesh: lays the parameters out over these devices, as `load_target` does.
+
+    Returns:
+      An autoregression head, or Medusa's heads where the directory holds those; `load_medusa` takes no other.
 
     Raises:
       ValueError: no such head, its sizes differ from the target's, or its tensors do not fit its configuration.
@@ -97,15 +112,17 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
     if "eagle3" in str(fields.get("architectures")).lower():
         raise ValueError(f"{directory} holds an EAGLE-3 head; {SUPPORTED}.")
     tensors = stored_tensors(directory)
+    of_medusa = fields.get("architectures") == [MEDUSA]
     of_eagle3 = "d2t" in tensors or any(key.startswith("midlayer.") for key in tensors)
-    if of_eagle3 or "fc.weight" not in tensors:
+    if of_eagle3 or ("fc.weight" not in tensors and not of_medusa):
         raise ValueError(f"{directory} holds {'an EAGLE-3 head' if of_eagle3 else 'no EAGLE head'}; {SUPPORTED}.")
     for key in BORROWED:
         tensors.pop(key, None)
     stored_vocabulary = tensors.pop(VOCABULARY, None)
     vocabulary = None if stored_vocabulary is None else stored_vocabulary.read()
     require_floats(tensors)
-    config = _config_from(fields, directory, tensors, vocabulary)
+    make_config = _medusa_config_from if of_medusa else _config_from
+    config = make_config(fields, directory, tensors, vocabulary)
     check_fit(config, target, source)
     if vocabulary is not None and not _ascending_ids(vocabulary, config.vocab_size):
         raise ValueError(
@@ -113,15 +130,44 @@ def load_head(name: str | Path, target: Target, dtype: layers.Dtype | None = Non
         )
     dtype = target.dtype if dtype is None else dtype
     model = build(
-        lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
-        HEAD_TABLE,
+        lambda: model_for(config, dtype=dtype, rngs=nnx.Rngs(0)),
+        MEDUSA_TABLE if of_medusa else HEAD_TABLE,
         {key: tensor.shape for key, tensor in tensors.items()},
         lambda key, index=None: tensors[key].read(index),
         f"the {source}",
         mesh,
     )
     ends = frozen_ends(target, vocabulary)
-    return Head(config=config, model=model, ends=ends if mesh is None else shard(ends, mesh))
+    bound: Any = Medusa if of_medusa else Head
+    return bound(config=config, model=model, ends=ends if mesh is None else shard(ends, mesh))
+
+
+def load_medusa(
+    name: str | Path, target: Target, dtype: layers.Dtype | None = None, mesh: Mesh | None = None
+) -> Medusa:
+    """As `load_head`, for Medusa's heads alone.
+
+    Raises:
+      ValueError: as `load_head`, and where there is another head.
+    """
+    head = load_head(name, target, dtype, mesh)
+    if isinstance(head, Head):
+        raise ValueError(f"{str(name)!r} is an autoregression head, not Medusa's heads; load it with load_head.")
+    return head
+
+
+def _medusa_config_from(
+    fields: dict[str, Any], directory: Path, tensors: Collection[str], vocabulary: np.ndarray | None
+) -> MedusaConfig:
+    known = {field.name for field in dataclasses.fields(MedusaConfig)}
+    chosen = {key: value for key, value in fields.items() if key in known}
+    chosen["draft_vocab_size"] = None if vocabulary is None else len(vocabulary)
+    try:
+        return MedusaConfig(**chosen)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{directory / CONFIG} describes no Medusa heads ({error}); fetch or train them again."
+        ) from error
 
 
 def _config_from(

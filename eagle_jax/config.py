@@ -4,7 +4,7 @@ Each class refuses senseless values when it is made, so that a bad option is fou
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 
 def _require(condition: bool, message: str) -> None:
@@ -20,6 +20,7 @@ def _require_positive(owner: object, *names: str) -> None:
 
 ROPE_TYPES = ("linear", "dynamic", "llama3", "yarn", "factors")
 FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types
+Inputs = Literal["token", "feature", "feature+token", "feature+shifted_token"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,13 +192,16 @@ class HeadConfig(ModelConfig):
     """An autoregression head: one decoder layer behind `fc`, which joins a token's embedding with a feature.
 
     `draft_vocab_size=None` drafts over the target's whole vocabulary. `ranking_beta` says how far its scores can be
-    trusted that are made with the target's noise (see `ranking.py`); `train/fit_beta.py` fits it.
+    trusted that are made with the target's noise (see `ranking.py`); `train/fit_beta.py` fits it. `inputs` says what
+    the head reads at token j, to guess feature j + 1: EAGLE's feature j with token j + 1, and what its ablation
+    compares with that (section 4.3.2): token j + 1 alone, feature j alone, or feature j with its own token j.
     """
 
     num_hidden_layers: int = 1
     fc_bias: bool = False
     draft_vocab_size: int | None = None
     ranking_beta: float = 1.0
+    inputs: Inputs = "feature+shifted_token"
 
     def __post_init__(self):
         super().__post_init__()
@@ -209,16 +213,58 @@ class HeadConfig(ModelConfig):
             self.num_local_experts is None,
             f"HeadConfig.num_local_experts is {self.num_local_experts}; an EAGLE head's layer has one MLP.",
         )
-        if self.draft_vocab_size is not None:
-            _require(
-                0 < self.draft_vocab_size <= self.vocab_size,
-                f"HeadConfig.draft_vocab_size is {self.draft_vocab_size}; it must be between 1 and vocab_size, "
-                f"which is {self.vocab_size}.",
-            )
+        _require_draft_vocabulary(self, self.draft_vocab_size, self.vocab_size)
+        _require(
+            self.inputs in get_args(Inputs),
+            f"HeadConfig.inputs is {self.inputs!r}; it must be {', '.join(map(repr, get_args(Inputs)))}.",
+        )
         _require(
             0 < self.ranking_beta < float("inf"),
             f"HeadConfig.ranking_beta is {self.ranking_beta}; it must be positive and finite.",
         )
+
+    @property
+    def reads_token(self) -> bool:
+        return self.inputs != "feature"
+
+    @property
+    def reads_feature(self) -> bool:
+        return self.inputs != "token"
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the token is the one that follows the feature's own."""
+        return self.inputs != "feature+token"
+
+
+def _require_draft_vocabulary(owner: object, size: int | None, vocab_size: int) -> None:
+    _require(
+        size is None or 0 < size <= vocab_size,
+        f"{type(owner).__name__}.draft_vocab_size is {size}; it must be between 1 and vocab_size, "
+        f"which is {vocab_size}.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """Medusa's heads for a target: head k guesses, from the feature at a token, the token k + 1 places on.
+
+    `draft_vocab_size=None` drafts over the target's whole vocabulary.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    draft_vocab_size: int | None = None
+    medusa_num_heads: int = 4
+
+    def __post_init__(self):
+        _require_positive(self, "vocab_size", "hidden_size", "medusa_num_heads")
+        _require_draft_vocabulary(self, self.draft_vocab_size, self.vocab_size)
+
+    @property
+    def key_dim(self) -> int:
+        """There is no attention whose heads a mesh would have to keep whole."""
+        return 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,7 @@ class Frontier(NamedTuple):
     features: Array  # [B, K, E], the predicted feature at each node's parent
     depth: int  # the nodes' level, 1 below the root
     ancestors: Array  # bool[B, K, R], over all nodes run so far, these included; R grows by K a level
+    parent_tokens: Array  # i32[B, K]
 
 
 # Runs frontier nodes: (carry, frontier) -> (carry, logits f32[B, K, W], features [B, K, E]).
@@ -190,10 +191,11 @@ def draft_dynamic(
     frontier_index = jnp.broadcast_to(jnp.arange(width), (batch, width))
     features = jnp.broadcast_to(start.feature[:, None], (batch, width, start.feature.shape[-1]))
     ancestors = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+    parent_tokens = jnp.broadcast_to(root[:, None], (batch, width))
     filled = width
 
     for depth in range(1, levels):
-        carry, logits, features = step(carry, Frontier(tokens, features, depth, ancestors))
+        carry, logits, features = step(carry, Frontier(tokens, features, depth, ancestors, parent_tokens))
         child_scores, best = jax.lax.top_k(rank(logits, depth), width)  # [B, K, K]
         child_scores = (child_scores + scores[:, :, None]).reshape(batch, -1)
         child_tokens = token_ids(best).reshape(batch, -1)
@@ -203,8 +205,8 @@ def draft_dynamic(
             break
         # Next frontier: the K candidates of this level with the best paths (section 4.1).
         scores, chosen = jax.lax.top_k(child_scores, width)
-        tokens = child_tokens[rows, chosen]
         parent = chosen // width
+        parent_tokens, tokens = tokens[rows, parent], child_tokens[rows, chosen]
         frontier_index = filled + chosen
         features = features[rows, parent]
         ancestors = jnp.concatenate(
@@ -300,6 +302,7 @@ def draft_static(
     seen = None if sampler is None or sampler.seen is None else sampler.seen[:, None, ids]  # bool[B, K, W]
     proposals = []
     logits, features = start.logits[:, None], start.feature[:, None]  # of the nodes run last
+    run = root[:, None]  # their tokens
     path_scores = jnp.zeros((batch, 1), jnp.float32)
     ancestors = jnp.zeros((batch, 1, 0), bool)
     columns = []
@@ -330,7 +333,8 @@ def draft_static(
         path_scores = scores[:, inner]
         if seen is not None:
             seen = seen[:, parent] | (index == carried[:, inner, None])
-        frontier = Frontier(tokens[:, inner], features[:, parent], depth, ancestors)
+        frontier = Frontier(tokens[:, inner], features[:, parent], depth, ancestors, run[:, parent])
+        run = frontier.tokens
         carry, logits, features = step(carry, frontier)
     tree = _below(root, *(jnp.concatenate(parts, axis=1) for parts in zip(*columns, strict=True)))
     if sampler is None:
@@ -378,3 +382,44 @@ def static_choices(config: TreeConfig, vocab_size: int) -> tuple[Path, ...]:
         return tuple((0,) * depth for depth in range(1, min(config.depth, config.nodes - 1) + 1))
     choices = EAGLE1_CHOICES if config.choices is None else config.choices
     return tuple(path for path in choices if max(path) < vocab_size)
+
+
+# --- A tree of any kind -----------------------------------------------------------------------------------------------
+
+
+def tree_nodes(config: TreeConfig, vocab_size: int) -> int:
+    """N."""
+    if config.kind == "dynamic":
+        return dynamic_nodes(config, vocab_size)
+    return 1 + len(static_choices(config, vocab_size))
+
+
+def tree_depth(config: TreeConfig, vocab_size: int) -> int:
+    """D."""
+    if config.kind == "dynamic":
+        return dynamic_depth(config)
+    return max(map(len, static_choices(config, vocab_size)))
+
+
+def tree_ranks(config: TreeConfig, vocab_size: int) -> int:
+    """How many of a node's best tokens the tree may hold."""
+    if config.kind == "dynamic":
+        return min(config.top_k, vocab_size)
+    return 1 + max(max(path) for path in static_choices(config, vocab_size))
+
+
+def draft_tree(
+    step: StepFn,
+    carry: Any,
+    start: Start,
+    root: Array,
+    token_ids: Callable[[Array], Array],
+    config: TreeConfig,
+    rank: Rank = by_probability,
+    sampler: Sampler | None = None,
+) -> Tree:
+    """A tree of the kind that `config` names; arguments are those of `draft_dynamic` and `draft_static`."""
+    if config.kind == "dynamic":
+        return draft_dynamic(step, carry, start, root, token_ids, config, rank)
+    choices = static_choices(config, start.logits.shape[-1])
+    return draft_static(step, carry, start, root, token_ids, choices, rank, sampler)

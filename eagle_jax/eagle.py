@@ -16,7 +16,7 @@ from jax import Array
 from eagle_jax import cache as kv
 from eagle_jax.cached_drafter import Block, CachedDrafter, Kept
 from eagle_jax.config import HeadConfig, TreeConfig
-from eagle_jax.draft import Committed
+from eagle_jax.draft import Committed, Frontier
 from eagle_jax.head import FrozenEnds, Head
 from eagle_jax.numerics import lm_logits
 
@@ -32,15 +32,24 @@ class HeadParams(NamedTuple):
 class HeadDrafter(CachedDrafter):
     """EAGLE's autoregression head behind one of the three tree shapes."""
 
+    @property
+    def head_config(self) -> HeadConfig:
+        assert isinstance(self.config, HeadConfig)
+        return self.config
+
     def kept(self, params: HeadParams) -> Kept:
         # The head may be of another dtype than its target: keys and values are the head's, features the target's.
         return Kept(self.config.hidden_size, params.ends.embedding.dtype, jax.tree.leaves(params.head)[0].dtype)
 
     def committed_block(self, committed: Committed) -> Block:
-        return Block(committed.next_tokens, committed.features, committed.count)
+        tokens = committed.next_tokens if self.head_config.shifted else committed.tokens
+        return Block(tokens, committed.features, committed.count)
 
     def root_block(self, committed: Committed) -> Block:
         return self.committed_block(committed)
+
+    def node_tokens(self, frontier: Frontier) -> Array:
+        return frontier.tokens if self.head_config.shifted else frontier.parent_tokens
 
     def run(
         self,
@@ -63,8 +72,7 @@ class HeadDrafter(CachedDrafter):
 
     @property
     def beta(self) -> float:
-        assert isinstance(self.config, HeadConfig)
-        return self.config.ranking_beta
+        return self.head_config.ranking_beta
 
 
 def bind_head(head: Head, tree: TreeConfig) -> tuple[HeadDrafter, HeadParams]:

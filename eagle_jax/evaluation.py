@@ -17,15 +17,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from eagle_jax import decoding, figures, generation, measure, training
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.data import Row
-from eagle_jax.head import Head, HeadModel
-from eagle_jax.losses import LossSums
+from eagle_jax.head import Head
+from eagle_jax.medusa import Medusa
 from eagle_jax.pipeline import BatchConfig, Pipeline
 from eagle_jax.target import Target, features_of
 from eagle_jax.tree import NO_PARENT
@@ -40,7 +39,7 @@ Ids = Sequence[Sequence[int]]  # prompts
 
 def live_tau(
     target: Target,
-    head: Head,
+    head: Head | Medusa,
     head_state: nnx.State,
     prompts: Ids,
     tree: TreeConfig = TreeConfig(),
@@ -63,8 +62,7 @@ def live_tau(
     Returns:
       "tau", and "accepted_1", ...: the share of rounds that accepted so many draft tokens at least.
     """
-    shapes = nnx.eval_shape(lambda: HeadModel(head.config, dtype=target.dtype, rngs=nnx.Rngs(0)))
-    graphdef, _ = nnx.split(shapes)
+    graphdef = training.compute_graphdef(head.config, target.dtype)
     model = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(target.dtype), head_state))
     trained = dataclasses.replace(head, model=model)
     accepted = measure.Decoding(target=target, drafter=trained, tree=tree, max_new_tokens=max_new_tokens)(
@@ -230,7 +228,7 @@ def evaluate(
         accepted_at_level=shares,
         accepted_given_previous=[share / before for before, share in zip([1.0, *shares], shares, strict=False)],
         chain_tau=figures.tau(chains.accepted),
-        chain=chain_acceptance(chains.accepted),
+        chain=chain_acceptance(chains.accepted, generation.bind(target, drafter, CHAIN)[0].depth),
         calibration=bins,
         calibration_error=calibration_error(bins),
     )
@@ -239,19 +237,21 @@ def evaluate(
 # --- Accuracy on rows -------------------------------------------------------------------------------------------------
 
 
-def accuracy(target: Target, head: Head, rows: Sequence[Row], *, tokens_per_batch: int = 2048) -> dict[str, float]:
-    """How often the head's best token, and one of its three best, is the target's: "top1", "top3" and "pairs"."""
+def accuracy(
+    target: Target, head: Head | Medusa, rows: Sequence[Row], *, tokens_per_batch: int = 2048
+) -> dict[str, float]:
+    """How often the head's best token, and one of its three best, is the target's: "top1", "top3" and "pairs".
+
+    Of Medusa these are the first head's, and "top1_2", ... the later ones' accuracy.
+    """
     graphdef, params = nnx.split(head.model)
     of_target = nnx.split(target.model)
     pipeline = Pipeline(rows, BatchConfig(tokens_per_batch=tokens_per_batch))
-    total = LossSums.zero()
+    parts = []
     for batch in pipeline.batches(0, pipeline.order.steps_per_epoch):
         batch = batch._replace(features=features_of(*of_target, batch.tokens))
-        sums = training.evaluate_step(params, head.ends, batch, graphdef=graphdef)
-        total = jax.tree.map(jnp.add, total, sums)
-    count = float(total.count)
-    return {
-        "top1": float(total.top1) / count if count else math.nan,
-        "top3": float(total.top3) / count if count else math.nan,
-        "pairs": count,
-    }
+        parts.append(training.evaluate_step(params, head.ends, batch, graphdef=graphdef))
+    first, *later = jax.tree.map(lambda *sums: float(sum(sums)), *parts)
+    share = lambda hits, count: hits / count if count else math.nan  # noqa: E731
+    found = {"top1": share(first.top1, first.count), "top3": share(first.top3, first.count), "pairs": first.count}
+    return found | {f"top1_{place}": share(one.top1, one.count) for place, one in enumerate(later, start=2)}

@@ -35,6 +35,8 @@ class TorchTraining:
                     f"TrainConfig.{name} is {getattr(config, name)!r}, but the step in PyTorch knows {known!r} alone; "
                     f"compare at that."
                 )
+        if head.config.inputs != "feature+shifted_token":
+            raise ValueError(f"The step in PyTorch is for EAGLE's inputs; this head's are {head.config.inputs!r}.")
         self.torch: Any = importlib.import_module("torch")
         self.torch.set_num_threads(measure.cores())
         llama: Any = importlib.import_module("transformers.models.llama.modeling_llama")

@@ -27,7 +27,6 @@ from eagle_jax.head import FrozenEnds, Head
 from eagle_jax.numerics import lm_logits
 from eagle_jax.ranking import outcomes
 from eagle_jax.target import Target, features_of
-from eagle_jax.training import unrolled
 
 BETAS = tuple(np.geomspace(0.1, 10.0, 81).tolist())  # 6 % apart
 LEAST = 1e-6  # probability granted to the target's choosing none of the children
@@ -173,7 +172,8 @@ def _levels(
 ) -> Array:
     """The head's features [B, L, P, E] of pairs that are the l-th of a chain."""
     model = nnx.merge(graphdef, params)
-    return jnp.stack([*unrolled(model, ends.embedding[tokens[:, 1:]], features[:, :-1], levels)], axis=1)
+    read = tokens[:, 1:] if model.config.shifted else tokens[:, :-1]
+    return jnp.stack([*model.unrolled(ends.embedding[read], features[:, :-1], levels)], axis=1)
 
 
 @partial(jax.jit, static_argnames=("config", "children"))

@@ -30,6 +30,7 @@ from jax.experimental import multihost_utils
 from eagle_jax import layers
 from eagle_jax.checkpoint import save_head
 from eagle_jax.head import Head
+from eagle_jax.medusa import Medusa
 from eagle_jax.training import TrainState
 from eagle_jax.weights import WEIGHTS
 
@@ -55,7 +56,7 @@ class Run:
     def __init__(
         self,
         directory: str | Path,
-        head: Head,
+        head: Head | Medusa,
         config: Mapping[str, Any],
         *,
         keep_last: int = 2,

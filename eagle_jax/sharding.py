@@ -78,7 +78,7 @@ class ShardingRules:
     heads: MeshAxes = "tensor"
     kv: MeshAxes = "tensor"
     mlp: MeshAxes = "tensor"
-    joined: MeshAxes = "tensor"  # what `fc` makes of embedding and feature
+    joined: MeshAxes = "tensor"  # what `fc` makes of embedding and feature, and Medusa's residual layer of a feature
     key_dim: int = 1  # columns of a head
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -> P:
@@ -108,7 +108,7 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(gate|up)_proj\.bias", ("mlp",)),
     (r"down_proj\.kernel", ("mlp", "embed")),
     (r"router\.kernel", ("embed", None)),
-    (r"fc\.kernel", ("embed", "joined")),
+    (r"(fc|linear)\.kernel", ("embed", "joined")),
 )
 
 

@@ -1,16 +1,17 @@
-"""Training an autoregression head on the target's features (EAGLE section 3.2), and on its own guesses by option.
+"""Training a head on the target's features (EAGLE section 3.2), and on its own guesses by option.
 
 State in, state out: `train_step` maps (state, batch) to (state, metrics). The target stays frozen and takes part only
-through its features and its two ends, embedding and LM head. All losses are sums over unmasked pairs; what a step
-takes in, in one piece or several and on one device or many, is divided once by the pairs of all of it.
+through its features and its two ends, embedding and LM head. What a batch's losses are is the head's business: the
+step is one for autoregression heads and for Medusa's. All losses are sums over unmasked pairs; what a step takes in, in
+one piece or several and on one device or many, is divided once by the pairs of all of it.
 
 B batch rows, T tokens, P pairs (= T - 1), E hidden size, W draft vocabulary, A pieces of an accumulated batch.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +20,12 @@ import optax.contrib
 from flax import nnx
 from jax import Array
 
-from eagle_jax import cache as kv
 from eagle_jax import layers, losses
-from eagle_jax.config import HeadConfig
-from eagle_jax.head import FrozenEnds, HeadModel
+from eagle_jax.config import HeadConfig, MedusaConfig
+from eagle_jax.head import FrozenEnds
+from eagle_jax.losses import Batch
+from eagle_jax.medusa import model_for
 from eagle_jax.target import features_of
-
-
-class Batch(NamedTuple):
-    """What one training step takes in; padding stands at the end of rows and is nobody's. Accumulated: [A, B, ...]."""
-
-    tokens: Array  # i32[B, T]
-    assistant: Array  # bool[B, T]
-    features: Array | None  # [B, T, E]; None where the target computes them in the step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +46,7 @@ class TrainConfig:
     gradient_clip: float = 0.5  # global norm
     regression_weight: float = 1.0
     cross_entropy_weight: float = 0.1
+    later_weight: float = 1.0  # of each further pass, or Medusa head, as a share of the one before
     noise: float = 0.1  # U(-noise, noise) on input features
     seed: int = 0
 
@@ -68,10 +63,20 @@ class TrainConfig:
         for name in ("steps", "unroll", "accumulate", "learning_rate", "muon_learning_rate", "gradient_clip"):
             if not getattr(self, name) > 0:  # NaN is refused too
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be positive.")
-        weights = ("regression_weight", "cross_entropy_weight", "weight_decay")
+        weights = ("regression_weight", "cross_entropy_weight", "later_weight", "weight_decay")
         for name in ("warmup_steps", "final_learning_rate", "noise", *weights):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must not be negative.")
+
+
+def medusa_recipe(config: TrainConfig, later_weight: float = 0.8) -> TrainConfig:
+    """A recipe with Medusa's loss (section 2.2.1): cross-entropy alone, head k's at 0.8^k, and no noise.
+
+    Of the weights only the ratios are the paper's: the first head has 1, and the sum is over the pairs of all heads.
+    """
+    return dataclasses.replace(
+        config, regression_weight=0.0, cross_entropy_weight=1.0, later_weight=later_weight, noise=0.0
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +89,10 @@ class TrainState:
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, behind clipping, warm-up and decay."""
+    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, behind clipping, warm-up and decay.
+
+    LM heads are of the rest: Muon is for matrices between hidden states.
+    """
 
     def schedule(peak: float) -> optax.Schedule:
         steps = max(1, config.steps - config.warmup_steps)
@@ -103,10 +111,21 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
             adam_b1=0.9,
             adam_b2=0.95,
             adam_learning_rate=rate,
+            muon_weight_dimension_numbers=_hidden_matrices,
         )
     else:
         step = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
     return optax.chain(optax.clip_by_global_norm(config.gradient_clip), step)
+
+
+def _hidden_matrices(params: Any) -> Any:
+    """For each parameter: how Muon is to read it, or None."""
+
+    def read(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        of_lm_head = any(getattr(key, "key", None) == "lm_head" for key in path)
+        return optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 and not of_lm_head else None
+
+    return jax.tree_util.tree_map_with_path(read, params)
 
 
 def init_state(head: nnx.State, config: TrainConfig) -> TrainState:
@@ -130,66 +149,28 @@ def head_sums(
     unroll: int = 1,
     labels: Literal["soft", "hard"] = "soft",
 ) -> list[losses.LossSums]:
-    """Loss sums of a batch, for each of `unroll` passes (HASS, arXiv 2408.15766, section 3.2).
+    """Loss sums of a batch, as many as the head says: of each unrolled pass, or of each of Medusa's heads.
 
-    The first pass is the paper's: every pair has the target's feature. In pass k pair j has the feature that pass k - 1
-    predicted from pair j - 1, and sees what it would see as the k-th level of a chain that left the target's features
-    at pair j - k + 1: the first pass's pairs up to there, and of each pass since the one pair on the chain.
+    The arguments are those of `HeadModel.loss_sums` and `MedusaModel.loss_sums`.
 
     Args:
       graphdef: of the head in the dtype it computes in, which is that of `ends`; see `compute_graphdef`.
-      noise: [B, P, E], added to the first pass's features alone, never to the wanted ones.
     """
-    assert batch.features is not None
     dtype = ends.embedding.dtype
     model = nnx.merge(graphdef, jax.tree.map(lambda weight: weight.astype(dtype), head))
-    features, wanted = batch.features[:, :-1].astype(dtype), batch.features[:, 1:].astype(dtype)
-    embeddings, mask = ends.embedding[batch.tokens[:, 1:]], losses.pair_mask(batch.assistant)
-    wanted_rows = _label_rows(batch.tokens, ends) if labels == "hard" else None
-    pairs = features.shape[1]
-    return [
-        losses.loss_sums(predicted, wanted, mask & (jnp.arange(pairs) >= step), ends.lm_head, wanted_rows)
-        for step, predicted in enumerate(unrolled(model, embeddings, features + noise, unroll))
-    ]
+    return model.loss_sums(ends, batch, noise, unroll=unroll, labels=labels)
 
 
-def unrolled(model: HeadModel, embeddings: Array, features: Array, passes: int) -> Iterator[Array]:
-    """Predicted features [B, P, E], pass by pass, from the shifted tokens' embeddings and the pairs' true features."""
-    pairs, inputs, earlier = features.shape[1], features, None
-    for step in range(passes):
-        seen = unrolled_mask(pairs, step)
-        predicted, rows = model(embeddings, inputs, jnp.arange(pairs)[None], seen, earlier=earlier)
-        yield predicted
-        earlier = rows if earlier is None else kv.join(earlier, rows)
-        inputs = jnp.pad(predicted[:, :-1], ((0, 0), (1, 0), (0, 0)))
-
-
-def unrolled_mask(pairs: int, step: int) -> Array:
-    """bool[1, P, (step + 1) * P]: what each pair of unrolled pass `step` (from 0) sees of the passes up to its own."""
-    start = jnp.arange(pairs)[:, None] - step  # the last pair with the target's feature
-    column = jnp.arange(pairs)
-    chain = [column == start + level for level in range(1, step + 1)]
-    return jnp.concatenate([column <= start, *chain], axis=1)[None]
-
-
-def _label_rows(tokens: Array, ends: FrozenEnds) -> Array:
-    """i32[B, P]: the LM head's row for the token that pair j is to predict, t_{j+2}; -1 where it has none."""
-    wanted = jnp.pad(tokens[:, 2:], ((0, 0), (0, 1)))
-    if ends.vocabulary is None:
-        return wanted
-    row = jnp.minimum(jnp.searchsorted(ends.vocabulary, wanted), ends.vocabulary.shape[0] - 1)
-    return jnp.where(ends.vocabulary[row] == wanted, row, -1)
-
-
-def compute_graphdef(config: HeadConfig, dtype: layers.Dtype) -> nnx.GraphDef:
+def compute_graphdef(config: HeadConfig | MedusaConfig, dtype: layers.Dtype) -> nnx.GraphDef:
     """The structure of a head that computes in `dtype`, whatever its parameters are kept in."""
-    return nnx.split(nnx.eval_shape(lambda: HeadModel(config, dtype=dtype, rngs=nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: model_for(config, dtype=dtype, rngs=nnx.Rngs(0))))[0]
 
 
 def metrics_of(sums: Sequence[losses.LossSums], config: TrainConfig) -> dict[str, Array]:
     """Means over unmasked pairs; a batch without any counts as 0.
 
-    "loss" is over all passes; the other figures are the first pass's, and "top1_2", ... the later passes' accuracy.
+    "loss" is over all passes, or Medusa's heads; the other figures are the first one's, and "top1_2", ... the later
+    ones' accuracy.
     """
     first, count = sums[0], jnp.maximum(sums[0].count, 1)
     metrics = {
@@ -206,7 +187,11 @@ def metrics_of(sums: Sequence[losses.LossSums], config: TrainConfig) -> dict[str
 
 def _weighted(sums: Sequence[losses.LossSums], config: TrainConfig) -> Array:
     return sum(
-        (config.regression_weight * one.regression + config.cross_entropy_weight * one.cross_entropy for one in sums),
+        (
+            config.later_weight**place
+            * (config.regression_weight * one.regression + config.cross_entropy_weight * one.cross_entropy)
+            for place, one in enumerate(sums)
+        ),
         start=jnp.zeros(()),
     )
 
@@ -287,6 +272,6 @@ def _noise(batch: Batch, key: Array, size: float, dtype: layers.Dtype) -> Array 
 
 
 @partial(jax.jit, static_argnames="graphdef")
-def evaluate_step(head: nnx.State, ends: FrozenEnds, batch: Batch, *, graphdef: nnx.GraphDef) -> losses.LossSums:
-    """Loss sums of a batch with features, without noise and not unrolled."""
-    return head_sums(graphdef, head, ends, batch)[0]
+def evaluate_step(head: nnx.State, ends: FrozenEnds, batch: Batch, *, graphdef: nnx.GraphDef) -> list[losses.LossSums]:
+    """Loss sums of a batch with features, without noise and not unrolled; one of an EAGLE head, K of Medusa's."""
+    return head_sums(graphdef, head, ends, batch)

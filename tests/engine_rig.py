@@ -18,6 +18,7 @@ from rig import tiny_target
 
 import eagle_jax as ej
 from eagle_jax import draft, layers, ranking, sampling
+from eagle_jax.config import Inputs
 from eagle_jax.target import features_of
 from eagle_jax.tree import Tree
 
@@ -31,10 +32,24 @@ def make_target(seed: int = 0, sharpness: float = 10.0, eos: tuple[int, ...] = (
     return dataclasses.replace(target, model=_sharpened(target.model, sharpness))
 
 
-def make_head(target: ej.Target, sharpness: float = 3.0, vocabulary: np.ndarray | None = None) -> ej.Head:
+def make_head(
+    target: ej.Target,
+    sharpness: float = 3.0,
+    vocabulary: np.ndarray | None = None,
+    inputs: Inputs = "feature+shifted_token",
+) -> ej.Head:
     """A head that has learned nothing; among so few tokens it is right now and then."""
-    head = ej.Head.random(target, seed=1, vocabulary=vocabulary)
+    head = ej.Head.random(target, seed=1, vocabulary=vocabulary, inputs=inputs)
     return dataclasses.replace(head, model=_sharpened(head.model, sharpness))
+
+
+def make_medusa(target: ej.Target, heads: int = 3, vocabulary: np.ndarray | None = None) -> ej.Medusa:
+    """Medusa's heads that have learned nothing and say different things."""
+    medusa = ej.Medusa.from_target(target, heads, vocabulary)
+    graphdef, params = nnx.split(medusa.model)
+    random = np.random.default_rng(3)
+    scattered = lambda x: x + jnp.asarray(random.normal(size=x.shape) * 0.1, x.dtype)  # noqa: E731
+    return dataclasses.replace(medusa, model=nnx.merge(graphdef, jax.tree.map(scattered, params)))
 
 
 def in_bfloat16(target: ej.Target) -> ej.Target:

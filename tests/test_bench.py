@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import full_logits, make_head, make_target, random_prompts
+from engine_rig import full_logits, make_head, make_medusa, make_target, random_prompts
 from flax import nnx
 from rig import tiny_config, word_tokenizer
 
@@ -306,6 +307,15 @@ def test_plain_text_of_a_chat_is_a_paragraph_a_message(target):
     reading = dataclasses.replace(target, tokenizer=word_tokenizer(template=None))
     chat = [{"role": "system", "content": "a b"}, {"role": "user", "content": "c"}]
     assert measure.encode_questions(reading, Path("chats.jsonl"), [chat], raw=True) == [[4, 5, 6]]
+
+
+def test_bench_measures_medusa(bench, tmp_path):
+    ej.save_head(make_medusa(make_target()), tmp_path / "medusa", dtype=jnp.float32)
+    output = bench("--methods", "medusa", "--medusa", str(tmp_path / "medusa"), "--limit", "1", "--temperatures", "1")
+    rows = json.loads((output / "bench.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["plain", "medusa"] * 2
+    assert all(row["identical"] == row["texts"] == 1 for row in rows)
+    assert {row["drafting"] for row in rows} == {"", "static, 62 nodes, depth 3"}
 
 
 def test_bench_writes_what_it_measured(bench, capsys):

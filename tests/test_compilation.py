@@ -106,7 +106,7 @@ def test_J4_parameters_outlive_a_train_step():
     state = training.init_state(params, config)
     for _ in range(2):
         state, metrics = training.train_step(state, head.ends, batch, graphdef=graphdef, config=config)
-        sums = training.evaluate_step(state.head, head.ends, batch, graphdef=graphdef)
+        [sums] = training.evaluate_step(state.head, head.ends, batch, graphdef=graphdef)
         assert jnp.isfinite(metrics["loss"]) and sums.count == metrics["pairs"]
     trained = ej.Head(config=head.config, model=nnx.merge(graphdef, state.head), ends=head.ends)
     for each in (head, trained):

@@ -7,7 +7,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_rig import Copy, CopyDrafter, Letters, compilations, make_head, make_target
+from engine_rig import Copy, CopyDrafter, Letters, compilations, make_head, make_medusa, make_target
 
 import eagle_jax as ej
 from eagle_jax import decoding
@@ -66,12 +66,13 @@ def check_same(done, expected):
 
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
-    [("none", WARM), ("head", WARM), ("head", ej.SamplingConfig()), ("copy", WARM)],
-    ids=["plain", "head", "head, greedy", "copy"],
+    [("none", WARM), ("head", WARM), ("head", ej.SamplingConfig()), ("copy", WARM), ("medusa", WARM)],
+    ids=["plain", "head", "head, greedy", "copy", "medusa"],
 )
 def test_a_turn_is_generate_for_the_messages_so_far(target, head, drafter, sampling):
     """Rounds and what they accepted agree too: the drafter goes on from where it would have been."""
-    talk, alone = begin(target, {"none": None, "head": head, "copy": Copy()}[drafter], sampling=sampling)
+    drafters = {"none": None, "head": head, "copy": Copy(), "medusa": make_medusa(target)}
+    talk, alone = begin(target, drafters[drafter], sampling=sampling)
     held, accepted = 0, []
     for message in MESSAGES:
         done = check_turn(talk, alone, message)

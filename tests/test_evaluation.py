@@ -114,7 +114,7 @@ def test_accuracy_is_that_of_the_training_step(target, head):
     batch = batch_of(target, rows=3, length=12)
     rows = [data.Row(np.asarray(t), np.asarray(a)) for t, a in zip(batch.tokens, batch.assistant, strict=True)]
     graphdef, params = nnx.split(head.model)
-    sums = jax.device_get(training.evaluate_step(params, head.ends, batch, graphdef=graphdef))
+    [sums] = jax.device_get(training.evaluate_step(params, head.ends, batch, graphdef=graphdef))
     found = evaluation.accuracy(target, head, rows, tokens_per_batch=128)
     count = float(sums.count)
     assert found == pytest.approx({"top1": float(sums.top1) / count, "top3": float(sums.top3) / count, "pairs": count})

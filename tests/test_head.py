@@ -62,7 +62,8 @@ def reference(parameters, config, embeddings, features, positions):
         turned = (x[..., :half] + 1j * x[..., half:]) * turn
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
-    x = linear(np.concatenate([embeddings, features], axis=-1), "fc")
+    read = {"token": [embeddings], "feature": [features]}.get(config.inputs, [embeddings, features])
+    x = linear(np.concatenate(read, axis=-1), "fc")
     block = "layers.0.self_attn."
     queries, keys = (rotate(heads(linear(x, f"{block}{name}_proj"))) for name in "qk")
     values = heads(linear(x, block + "v_proj"))
@@ -101,6 +102,8 @@ SHAPES = {
     "grouped": {"rope_theta": 500000.0},
     "biases": {"attention_bias": True, "mlp_bias": True, "fc_bias": True},
     "head_dim": {"head_dim": 24, "rms_norm_eps": 1e-5},
+    "token": {"inputs": "token"},
+    "feature": {"inputs": "feature", "fc_bias": True},
 }
 POSITIONS = np.concatenate([np.arange(6), np.arange(200, 206)])
 
@@ -135,7 +138,7 @@ def check_head(overrides):
     np.testing.assert_allclose(np.concatenate(pieces), wanted[5:], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "biases"])
+@pytest.mark.parametrize("name", ["plain", "grouped", "biases", "token", "feature"])
 def test_agrees_with_numpy(name):
     check_head(SHAPES[name])
 
@@ -208,6 +211,20 @@ def test_float32_round_trip_is_bitwise(target, tmp_path, vocabulary):
         "config.json",
         "model.safetensors",
     ]
+
+
+@pytest.mark.parametrize("inputs", ["token", "feature", "feature+token"])
+def test_what_a_head_reads_is_stored_with_it(target, tmp_path, inputs):
+    head = Head.random(target, seed=3, inputs=inputs)
+    save_head(head, tmp_path, dtype=jnp.float32)
+    assert_same(head, load_head(tmp_path, target))
+
+
+def test_a_head_that_does_not_say_what_it_reads_is_eagles(target, saved):
+    fields = json.loads((saved / "config.json").read_text())
+    assert fields.pop("inputs") == "feature+shifted_token"
+    (saved / "config.json").write_text(json.dumps(fields))
+    assert_same(Head.random(target, seed=3), load_head(saved, target))
 
 
 def test_bfloat16_round_trip_rounds_once(target, tmp_path):
@@ -391,7 +408,13 @@ def test_configuration_that_is_none(target, saved, content):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"hidden_size": "64"}, {"num_attention_heads": 0}, {"num_hidden_layers": 2}, {"head_dim": 15}],
+    [
+        {"hidden_size": "64"},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 2},
+        {"head_dim": 15},
+        {"inputs": "feelings"},
+    ],
 )
 def test_senseless_configuration(target, saved, fields):
     alter(saved, config=fields)

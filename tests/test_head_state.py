@@ -31,18 +31,27 @@ def features(target):
 
 
 @pytest.fixture
-def predict(monkeypatch, target):
-    """The training forward: predicted features [1, T - 1, E] from tokens i32[1, T] and features [1, T, E]."""
+def forward(monkeypatch, target):
+    """Makes the training forward of a head: predicted features [1, T - 1, E] from tokens i32[1, T] and features."""
     monkeypatch.setattr(losses, "loss_sums", lambda predicted, *rest: predicted)
-    head = make_head(target, SHARP)
-    graphdef, params = nnx.split(head.model)
 
-    @jax.jit
-    def run(tokens, features):
-        batch = training.Batch(tokens=tokens, assistant=jnp.ones(tokens.shape, bool), features=features)
-        return training.head_sums(graphdef, params, head.ends, batch)[0]
+    def of_head(inputs="feature+shifted_token"):
+        head = make_head(target, SHARP, inputs)
+        graphdef, params = nnx.split(head.model)
 
-    return run
+        @jax.jit
+        def run(tokens, features):
+            batch = training.Batch(tokens=tokens, assistant=jnp.ones(tokens.shape, bool), features=features)
+            return training.head_sums(graphdef, params, head.ends, batch)[0]
+
+        return run
+
+    return of_head
+
+
+@pytest.fixture
+def predict(forward):
+    return forward()
 
 
 def committed(features, lengths, counts, width):
@@ -111,6 +120,85 @@ def test_M2_a_chain_after_going_back_is_the_training_forward(target, features, p
     state = observe(params, state, committed(features, [11, 7], [1, 1], DEPTH + 1))
     tree, _ = propose(params, state, TOKENS[jnp.arange(2), jnp.asarray([11, 7])], GREEDY)
     check_chain(target, predict, features, tree, [12, 8])
+
+
+# --- EAGLE's ablation: heads that read less ---------------------------------------------------------------------------
+
+
+def first_changed(run, tokens, features, *others):
+    """The first pair whose prediction is another one with other tokens and features; None where all are the same."""
+    changed = np.flatnonzero(np.any(np.asarray(run(tokens, features)[0] != run(*others)[0]), axis=-1))
+    return int(changed[0]) if changed.size else None
+
+
+def check_tree(target, predict, features, tree, lengths):
+    """Every node against the training forward over the row's true pairs, with the head's guesses of its path behind."""
+    for row, length in enumerate(lengths):
+        known = {}
+
+        def after(path, row=row, length=length, known=known):
+            """Log-probabilities below a path of tokens and the feature predicted there."""
+            if path not in known:
+                tokens = np.zeros((1, LENGTH + DEPTH), np.int32)
+                inputs = np.zeros((1, LENGTH + DEPTH, features.shape[-1]), np.float32)
+                tokens[0, :length], inputs[0, : length - 1] = TOKENS[row, :length], features[row, : length - 1]
+                for place, token in enumerate(path):
+                    tokens[0, length + place] = token
+                    inputs[0, length - 1 + place] = after(path[:place])[1]
+                predicted = predict(tokens, inputs)[0, length - 2 + len(path)]
+                known[path] = np.asarray(jax.nn.log_softmax(target.model.logits(predicted))), np.asarray(predicted)
+            return known[path]
+
+        paths, scores = {0: ()}, {0: 0.0}
+        for node in range(1, tree.tokens.shape[1]):
+            parent, token = int(tree.parents[row, node]), int(tree.tokens[row, node])
+            paths[node] = (*paths[parent], token)
+            scores[node] = scores[parent] + after(paths[parent])[0][token]
+            np.testing.assert_allclose(tree.log_scores[row, node], scores[node], atol=1e-4)
+        assert len(set(paths.values())) == len(paths) and max(map(len, paths.values())) == 3
+
+
+TREES = {
+    "dynamic": ej.TreeConfig(nodes=12, depth=3, top_k=3),
+    "static": ej.TreeConfig(
+        kind="static", choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "of_token", "of_feature"),
+    [
+        ("token", -1, None),
+        ("feature", None, 0),
+        ("feature+token", 0, 0),
+        ("feature+shifted_token", -1, 0),
+    ],
+)
+def test_M2_what_a_head_reads_in_training_it_reads_in_trees(target, features, forward, inputs, of_token, of_feature):
+    """Pair j reads token j + 1, token j or none, and feature j or none; at each node of a tree the same is known."""
+    run = forward(inputs)
+    pad = ((0, 0), (0, DEPTH))
+    tokens, whole = jnp.pad(TOKENS[:1], pad), jnp.pad(features[:1], (*pad, (0, 0)))
+    other_token = tokens.at[0, 7].set((tokens[0, 7] + 1) % 16)
+    other_feature = whole.at[0, 7].add(1.0)
+    first = [first_changed(run, tokens, whole, *others) for others in ((other_token, whole), (tokens, other_feature))]
+    assert first == [None if of is None else 7 + of for of in (of_token, of_feature)]
+
+    roots = [TOKENS[jnp.arange(2), jnp.asarray(lengths) - 1] for lengths in ([6, 4], [9, 6])]
+    for tree in TREES.values():
+        drafter, params = eagle.bind_head(make_head(target, SHARP, inputs), tree)
+
+        @jax.jit
+        def drafted(params, drafter=drafter):
+            """The tree of a second round, in which the rows have committed 3 tokens and 2."""
+            state = drafter.prefill(params, drafter.init(params, 2, 32), committed(features, [1, 1], [4, 2], 8))
+            state = drafter.observe(params, state, committed(features, [5, 3], [1, 1], drafter.depth + 1))
+            _, state = drafter.propose(params, state, roots[0], GREEDY)
+            state = drafter.observe(params, state, committed(features, [6, 4], [3, 2], drafter.depth + 1))
+            return drafter.propose(params, state, roots[1], GREEDY)[0]
+
+        check_tree(target, run, features, drafted(params), [9, 6])
 
 
 def test_a_head_knows_no_more_than_it_saw(target, features):

@@ -12,7 +12,7 @@ LAYERS = [
     {"target", "head"},
     {"draft", "verify"},
     {"cached_drafter", "rejection"},
-    {"decoding", "draft_model", "eagle", "history", "trie"},
+    {"decoding", "draft_model", "eagle", "history", "medusa", "trie"},
     {"completion", "lookahead", "lookup", "rest"},
     {"generation", "training"},
     {"conversation", "pool", "viz"},

@@ -85,3 +85,40 @@ def test_memory_does_not_grow_with_the_batch_and_the_vocabulary(labels):
     shapes += [jax.ShapeDtypeStruct((1, pairs), jnp.int32) if labels == "hard" else None]
     temporary = jax.jit(jax.grad(entropy)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     assert temporary < 4.1 * losses.LOGITS_BYTES < 4 * pairs * vocabulary
+
+
+# --- Heads with a matrix of their own ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_a_matrix_of_the_heads_own_against_the_plain_formula(chunk, hard):
+    """Sums and both gradients: that of what is multiplied, and the matrix's, which adds up over chunks."""
+    hidden, wanted, mask, head = map(jnp.asarray, inputs())
+    matrix = jnp.asarray(np.random.default_rng(1).normal(size=(W, E)), jnp.float32)
+    labels = jnp.asarray(np.random.default_rng(2).integers(-1, W, (B, P))) if hard else None
+
+    def plain(hidden, matrix):
+        log_q = jax.nn.log_softmax(hidden @ matrix.T)
+        if labels is None:
+            return jnp.sum(-jnp.sum(jax.nn.softmax(wanted @ head.T) * log_q, -1) * mask)
+        own = jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        return jnp.sum(-own * mask * (labels >= 0))
+
+    def ours(hidden, matrix):
+        return losses.token_sums(hidden, matrix, wanted, mask, head, labels, chunk=chunk).cross_entropy
+
+    sums = losses.token_sums(hidden, matrix, wanted, mask, head, labels, chunk=chunk)
+    np.testing.assert_allclose(sums.cross_entropy, plain(hidden, matrix), rtol=1e-5)
+    best = np.argmax(wanted @ head.T, -1) == np.argmax(hidden @ matrix.T, -1)
+    assert (sums.top1, sums.count, sums.regression) == (np.sum(best & mask), np.sum(mask), 0)
+    for one, two in zip(*(jax.grad(f, argnums=(0, 1))(hidden, matrix) for f in (ours, plain)), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_pairs_that_reach_further_need_more_of_the_assistants_tokens():
+    """Tokens 1..4 of six are the assistant's; two steps on from token 0 are tokens 2 and 3, from token 1 3 and 4."""
+    assistant = jnp.asarray([[False, True, True, True, True, False]])
+    np.testing.assert_array_equal(losses.pair_mask(assistant, 2), [[True, True, False, False, False]])
+    np.testing.assert_array_equal(losses.pair_mask(assistant, 9), [[False] * 5])
+    np.testing.assert_array_equal(losses.ahead(jnp.arange(6)[None], 2), [[2, 3, 4, 5, 0]])

@@ -117,3 +117,12 @@ def test_a_static_tree_changes_no_token(target, head, plain):
     done = ej.generate(target, head, PROMPTS, max_new_tokens=NEW, tree=ej.TreeConfig(kind="static"))
     assert ids(done) == plain
     assert {n for row in done for n in row.accepted} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("inputs", ["token", "feature", "feature+token"])
+def test_a_head_that_reads_less_changes_no_token(target, mixed, inputs):
+    tree = ej.TreeConfig(nodes=20, depth=3, top_k=6)
+    options = {"max_new_tokens": 24, "sampling": HALF_GREEDY, "tree": tree, "seed": 7}
+    done = ej.generate(target, make_head(target, inputs=inputs), PROMPTS[:8], **options)
+    assert ids(done) == mixed
+    assert mean_accepted(done) > 0.2

@@ -147,6 +147,7 @@ def test_compare_refuses(refusal, tmp_path, arguments, message):
     [
         (["--prompts", "nowhere.jsonl"], "There is no file of prompts 'nowhere.jsonl'"),
         (["--methods", "dynamic", "eager"], "There is no method 'eager'; known methods: dynamic, static, chain"),
+        (["--methods", "medusa"], "give their directory with --medusa"),
         (["--temperatures", "0", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--limit", "0"], "limit is 0"),
@@ -201,6 +202,10 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
             "head_key_value_heads is 3, but the head begins as last",
         ),
         (["--mesh.tensor", "3"], "tensor 3"),
+        (["--medusa-heads", "0"], "medusa_heads is 0"),
+        (["--kind", "medusa", "--inputs", "token"], "inputs is 'token', which is for --kind eagle"),
+        (["--kind", "medusa", "--start", "last-layer"], "start is 'last-layer', which is for --kind eagle"),
+        (["--kind", "medusa", "--recipe.unroll", "2"], "unroll is 2, which is for --kind eagle"),
     ],
 )
 def test_train_head_refuses(refusal, tmp_path, arguments, message):
@@ -352,6 +357,53 @@ def test_R7_train_head_leaves_a_head_that_decodes(smollm2, tmp_path, monkeypatch
     # Features kept in float16 and features made in the step teach the same.
     online = train(tmp_path / "online", "--online")
     np.testing.assert_allclose(*([r["loss"] for r in run] for run in (records, online)), rtol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [("--inputs", "feature"), ("--kind", "medusa", "--medusa-heads", 2)], ids=["feature", "medusa"]
+)
+def test_R7_train_head_trains_other_heads(tmp_path, monkeypatch, capsys, kind):
+    """The whole script on a tiny target: what it leaves says what it is, decodes, is gone on with and begun from."""
+    target = dataclasses.replace(make_target(vocab_size=13), tokenizer=word_tokenizer())
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: target)
+    lines = [CHATS.replace('"b"', f'"{letter} b {letter} c d e"') for letter in "abcdefgh"]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+
+    def train(output, *more):
+        options = ["--data", tmp_path / "chats.jsonl", "--output", output, "--held-out", 0.2, "--draft-vocabulary", 8]
+        options += ["--tokens-per-batch", 128, "--evaluate-every", 4, "--recipe.steps", 8, "--log-every", 1]
+        options += [
+            "--recipe.optimizer",
+            "muon",
+            "--tau-prompts",
+            1,
+            "--tau-tokens",
+            6,
+            "--tree.nodes",
+            6,
+            *kind,
+            *more,
+        ]
+        monkeypatch.setattr(sys, "argv", ["train_head.py", *map(str, options)])
+        runpy.run_path(str(ROOT / "train/train_head.py"), run_name="__main__")
+        return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+    records = train(tmp_path / "run")
+    head = ej.load_head(tmp_path / "run", target)
+    medusa = "--kind" in kind
+    assert isinstance(head, ej.Medusa if medusa else ej.Head)
+    assert head.config.medusa_num_heads == 2 if medusa else head.config.inputs == "feature"
+    assert ("held_out_top1_2" in records[3]) == ("top1_2" in records[0]) == medusa and "tau" in records[3]
+    assert records[-1]["cross_entropy"] < records[0]["cross_entropy"]
+    plain, done = (ej.generate(target, drafter, "a b", max_new_tokens=8).token_ids for drafter in (None, head))
+    assert plain == done
+    assert train(tmp_path / "run") == records  # nothing is left to do
+    again = train(tmp_path / "again", "--start", tmp_path / "run")
+    assert again[0]["cross_entropy"] < records[0]["cross_entropy"]
+    other = ["--kind", "eagle"] if medusa else ["--inputs", "token"]
+    with pytest.raises(SystemExit, match=r"but the head in .* has"):
+        train(tmp_path / "other", "--start", tmp_path / "run", *other)
 
 
 # --- Synthesis --------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_T7_noise_touches_the_input_features_only(target):
     noisy = dataclasses.replace(RECIPE, noise=0.5)
     state, ends, graphdef = start(target, noisy)
     # Evaluation knows no noise: its sums are those of a step without it.
-    sums = training.evaluate_step(state.head, ends, batch, graphdef=graphdef)
+    [sums] = training.evaluate_step(state.head, ends, batch, graphdef=graphdef)
     _, quiet = run(target, [batch], RECIPE)
     _, loud = run(target, [batch], noisy)
     np.testing.assert_allclose(training.metrics_of([sums], RECIPE)["loss"], quiet["loss"], rtol=1e-6)
@@ -124,7 +124,7 @@ def test_a_draft_vocabulary_restricts_the_cross_entropy(target):
     vocabulary = np.asarray([1, 4, 5, 9], np.int32)
     head = ej.Head.random(target, vocabulary=vocabulary)
     graphdef, params = nnx.split(head.model)
-    sums = training.evaluate_step(params, head.ends, batch_of(target), graphdef=graphdef)
+    [sums] = training.evaluate_step(params, head.ends, batch_of(target), graphdef=graphdef)
     assert head.ends.lm_head.shape == (4, 64)
     np.testing.assert_array_equal(head.ends.lm_head, target.model.lm_matrix()[vocabulary])
     assert np.isfinite(sums.cross_entropy) and sums.cross_entropy / sums.count < 2 * np.log(4)
@@ -264,7 +264,7 @@ def test_hard_labels_are_the_texts_own_tokens(target, vocabulary):
     assert 5 < len(wanted) <= 32
     np.testing.assert_allclose(sums.cross_entropy, sum(wanted), rtol=1e-5)
     gradient = jax.grad(lambda x: losses.loss_sums(x, features[:, 1:], mask, head.ends.lm_head, labels).cross_entropy)
-    mask, labels = losses.pair_mask(batch.assistant), training._label_rows(batch.tokens, head.ends)
+    mask, labels = losses.pair_mask(batch.assistant), head.ends.rows_of(losses.ahead(batch.tokens, 2))
     by_hand = (np.exp(log_probs) - (np.asarray(labels)[..., None] == np.arange(len(rows)))) @ np.asarray(
         head.ends.lm_head
     )
@@ -300,6 +300,14 @@ def test_a_head_may_begin_as_the_targets_last_layer(target):
     features = jax.random.normal(jax.random.key(0), (1, 3, 64))
     joined = head.model.fc(jnp.concatenate([jnp.zeros_like(features), features], axis=-1))
     np.testing.assert_allclose(joined, features, rtol=0, atol=1e-6)
+
+
+def test_a_head_of_features_alone_may_begin_as_the_last_layer_but_one_of_tokens_may_not(target):
+    head = ej.Head.from_last_layer(target, inputs="feature")
+    features = jax.random.normal(jax.random.key(0), (1, 3, 64))
+    np.testing.assert_allclose(head.model.fc(features), features, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"inputs are 'token'.*\.$"):
+        ej.Head.from_last_layer(target, inputs="token")
 
 
 def test_four_conversations_are_learned_by_heart(target):

@@ -54,6 +54,10 @@ def main(options: Options) -> None:
     target = ej.load_target(options.target, dtype=options.dtype)
     # As a path, so that no embedded head of the same name comes in its place.
     head = ej.load_head(options.head if options.dry_run else Path(options.head).absolute(), target)
+    if not isinstance(head, ej.Head):
+        raise ValueError(
+            f"{options.head} holds Medusa's heads, which have no beta; give the directory of an EAGLE head."
+        )
     prompts = [
         ids for path, some in questions.items() for ids in measure.encode_questions(target, path, some, options.raw)
     ]

@@ -1,6 +1,8 @@
-"""Trains an EAGLE head for a target on conversations; run again with the same options, it goes on where it was ended.
+"""Trains a head for a target on conversations; run again with the same options, it goes on where it was ended.
 
     python train/train_head.py --data conversations.jsonl --output runs/head
+    python train/train_head.py --data conversations.jsonl --output runs/feature --inputs feature     # EAGLE's ablation
+    python train/train_head.py --data conversations.jsonl --output runs/medusa --kind medusa --medusa-heads 4
     python train/train_head.py --data "chats/*.jsonl" --output runs/head --recipe.unroll 3 --recipe.optimizer muon
     python train/train_head.py --data chats.jsonl --output runs/head --target lmsys/vicuna-7b-v1.3 --online
 
@@ -24,15 +26,18 @@ from jax.sharding import Mesh
 
 import eagle_jax as ej
 from eagle_jax import checkpoint, data, distributed, evaluation, features, generation, loading, sharding, training
+from eagle_jax.config import Inputs
 from eagle_jax.conversations import before_answer
 from eagle_jax.data import Row, Turns
 from eagle_jax.head import Head, frozen_ends
-from eagle_jax.losses import LossSums
+from eagle_jax.medusa import Medusa
 from eagle_jax.pipeline import BatchConfig, Pipeline
 from eagle_jax.runs import Run
 from eagle_jax.script import require, run
 from eagle_jax.target import features_of
 from eagle_jax.watching import Watcher
+
+EAGLE_INPUTS: Inputs = "feature+shifted_token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,13 @@ class Options:
     dtype: Literal["float32", "bfloat16"] | None = (
         None  # what is computed in; masters are float32. Default: the target's
     )
-    start: str = "random"  # or "last-layer" (of the target), or a head to start from, with its draft vocabulary
+    kind: Literal["eagle", "medusa"] = "eagle"  # an autoregression head, or heads that each guess one token further on
+    inputs: Inputs = EAGLE_INPUTS  # what an eagle head reads; the others are for its ablation
+    medusa_heads: int = 4
+    medusa_weight: float = 0.8  # of each further Medusa head's loss, as a share of the one before
+    start: str = (
+        "random"  # or "last-layer" (of the target, eagle only), or a head to start from, with its draft vocabulary
+    )
     head_key_value_heads: int | None = None  # of a random start, where a published head has not its target's
     features: Path | None = None  # where features are kept; default: OUTPUT/features
     online: bool = False  # compute features in the step and keep none
@@ -67,8 +78,9 @@ class Options:
     processes: distributed.ProcessConfig = distributed.ProcessConfig()
 
     def __post_init__(self):
-        for name in ("max_length", "tokens_per_batch", "tau_tokens", "evaluate_every", "save_every", "log_every"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        intervals = ("evaluate_every", "save_every", "log_every")
+        for name in ("medusa_heads", "medusa_weight", "max_length", "tokens_per_batch", "tau_tokens", *intervals):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be positive.")
         for name in ("draft_vocabulary", "loss_vocabulary", "tau_prompts"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be 0 or more.")
         require(0 < self.held_out < 1, f"held_out is {self.held_out}; it must be between 0 and 1.")
@@ -82,9 +94,23 @@ class Options:
             not (self.online and self.features),
             "features are kept in files, but --online keeps none; give one of them.",
         )
+        of_eagle = {
+            "inputs": self.inputs != EAGLE_INPUTS,
+            "start": self.start == "last-layer",
+            "loss_vocabulary": self.loss_vocabulary > 0,
+            "unroll": self.recipe.unroll > 1,
+        }
+        for name, given in of_eagle.items():
+            value = getattr(self.recipe if name == "unroll" else self, name)
+            require(self.kind == "eagle" or not given, f"{name} is {value!r}, which is for --kind eagle; leave it out.")
         if not (self.output / "steps").is_dir():
             path = self.output / checkpoint.WEIGHTS
             require(not path.exists(), f"{path} is there already, but no steps to go on from; give another directory.")
+
+    @property
+    def settings(self) -> training.TrainConfig:
+        """The recipe, with Medusa's loss where that is what is trained."""
+        return self.recipe if self.kind == "eagle" else training.medusa_recipe(self.recipe, self.medusa_weight)
 
     def binding(self) -> dict[str, Any]:
         """What a run can only be gone on with."""
@@ -114,17 +140,35 @@ def main(options: Options) -> None:
         train(options, mesh, target, kept.rows, held.rows, tau_prompts(options, target, conversations[-unseen:]))
 
 
-def begin(options: Options, target: ej.Target, rows: list[Row]) -> Head:
+def begin(options: Options, target: ej.Target, rows: list[Row]) -> Head | Medusa:
     """The head that training begins with, in float32: an optimizer's small steps would round to nothing in bfloat16."""
     if options.start not in ("random", "last-layer"):
-        return checkpoint.load_head(options.start, target, dtype=jnp.float32)
+        return begin_from(options, target)
     vocabulary = None
     if 0 < options.draft_vocabulary < target.config.vocab_size:
         vocabulary = data.frequent_tokens(rows, options.draft_vocabulary, target.config.vocab_size)
-    settings: dict[str, Any] = {"seed": options.recipe.seed, "vocabulary": vocabulary, "dtype": jnp.float32}
+    settings: dict[str, Any] = {"vocabulary": vocabulary, "dtype": jnp.float32}
+    if options.kind == "medusa":
+        return Medusa.from_target(target, options.medusa_heads, **settings)
+    settings |= {"seed": options.recipe.seed, "inputs": options.inputs}
     if options.start == "last-layer":
         return Head.from_last_layer(target, **settings)
     return Head.random(target, key_value_heads=options.head_key_value_heads, **settings)
+
+
+def begin_from(options: Options, target: ej.Target) -> Head | Medusa:
+    """A head from disk, which has to be of the kind that was asked for."""
+    head = checkpoint.load_head(options.start, target, dtype=jnp.float32)
+    if isinstance(head, Medusa):
+        found = {"kind": "medusa", "medusa_heads": head.config.medusa_num_heads}
+    else:
+        found = {"kind": "eagle", "inputs": head.config.inputs}
+    for name, value in found.items():
+        asked = getattr(options, name)
+        require(
+            value == asked, f"{name} is {asked!r}, but the head in {options.start} has {value!r}; give one of them."
+        )
+    return head
 
 
 def tau_prompts(options: Options, target: ej.Target, conversations: list[list[dict[str, str]]]) -> list[list[int]]:
@@ -165,7 +209,7 @@ def batches_of(options: Options, mesh: Mesh, target: ej.Target, seen: list[Row],
 def train(
     options: Options, mesh: Mesh, target: ej.Target, seen: list[Row], held: list[Row], prompts: list[list[int]]
 ) -> None:
-    recipe, rules = options.recipe, sharding.ShardingRules(key_dim=target.config.key_dim)
+    recipe, rules = options.settings, sharding.ShardingRules(key_dim=target.config.key_dim)
     trained_on, unseen = batches_of(options, mesh, target, seen, held)
     head = begin(options, target, seen)
     graphdef = training.compute_graphdef(head.config, target.dtype)
@@ -185,14 +229,14 @@ def train(
         return sharding.shard_batch(batch, mesh, rows, axis=axis)
 
     def evaluate(state: training.TrainState) -> dict[str, float]:
-        total = LossSums.zero()
+        parts = []
         for batch in unseen.batches(0, unseen.order.steps_per_epoch):
             batch = placed(unseen, batch, axis=0)
             if batch.features is None:
                 batch = batch._replace(features=features_of(target_graphdef, target_params, batch.tokens))
-            sums = training.evaluate_step(state.head, ends, batch, graphdef=graphdef)
-            total = jax.tree.map(jnp.add, total, sums)
-        found = {f"held_out_{name}": float(x) for name, x in training.metrics_of([total], recipe).items()}
+            parts.append(training.evaluate_step(state.head, ends, batch, graphdef=graphdef))
+        total = jax.tree.map(lambda *sums: sum(sums), *parts)
+        found = {f"held_out_{name}": float(x) for name, x in training.metrics_of(total, recipe).items()}
         if prompts:
             tau = evaluation.live_tau(
                 target, head, state.head, prompts, options.tree, max_new_tokens=options.tau_tokens
