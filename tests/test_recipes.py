@@ -1,5 +1,6 @@
 """Recipes: heads as published, memory that adds up, and a document that the script wrote."""
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -80,3 +81,19 @@ def test_the_options_make_the_head_that_is_listed(recipes):
         assert options.mesh == recipe.mesh
     assert recipes.RECIPES["vicuna-33b"].head.kv_heads == 13
     assert recipes.RECIPES["mixtral-8x7b"].head.kv_heads == 32
+
+
+def test_the_embedded_heads_commands_can_be_run(recipes):
+    """Each by its script's own parser, each run from the one before; the document has them as they are."""
+    assert recipes.embedded() in (ROOT / "docs/recipes.md").read_text()
+    begun_from = ["random"]
+    for run in recipes.EMBEDDED_RUNS:
+        options = tyro.cli(script("train_head").Options, args=[*recipes.EMBEDDED_SHARED.split(), *run.split()])
+        assert options.start == begun_from[-1]
+        begun_from.append(str(options.output))
+    for command in recipes.EMBEDDED_DATA:
+        _, path, *arguments = command.split()
+        module = script(Path(path).stem)
+        assert "chats.jsonl" in arguments and {option for option in arguments if option.startswith("--")} <= {
+            f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(module.Options)
+        }

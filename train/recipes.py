@@ -117,6 +117,30 @@ RECIPES = {
 }
 
 
+# The embedded model's head, run after run; its card says what came of each.
+EMBEDDED_DATA = (
+    "python train/synthesize.py --prompts prompts.jsonl --exclude mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --rows 64 "
+    "--output chats.jsonl",
+    "python train/make_features.py --data chats.jsonl --output features",
+)
+EMBEDDED_SHARED = (
+    "--data chats.jsonl --features features --held-out 0.04 --recipe.optimizer muon --recipe.warmup-steps 10"
+)
+EMBEDDED_RUNS = (
+    "--output runs/1 --recipe.steps 1800 --recipe.learning-rate 1e-3",
+    "--output runs/2 --start runs/1 --recipe.steps 900 --recipe.learning-rate 5e-4 --recipe.muon-learning-rate 0.01 "
+    "--recipe.noise 0.8 --recipe.seed 2",
+    "--output runs/3 --start runs/2 --recipe.steps 1700 --recipe.learning-rate 5e-4 --recipe.muon-learning-rate 0.01 "
+    "--recipe.unroll 2 --recipe.seed 4",
+)
+
+
+def embedded() -> str:
+    """The commands that make the embedded model's head, on two CPU cores."""
+    runs = [f"$train {run}" for run in EMBEDDED_RUNS]
+    return "\n".join([*EMBEDDED_DATA, f'train="python train/train_head.py {EMBEDDED_SHARED}"', *runs])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one chip."""
@@ -210,6 +234,18 @@ target's features are computed online, and the head drafts over the whole vocabu
   a layer's parameters in float32 for each further layer; how many gathered layers an accelerator's schedule holds at
   once has not been measured.
 * sum: the first two and the larger of the last two, which follow one another. An estimate to choose a mesh by.
+
+## The head of the embedded model
+
+`smollm2-135m` on two CPU cores, in float32. [Its card](../eagle_jax/heads/smollm2-135m/README.md) has the data, what each
+run came to and what was measured. (The first of these runs was two: 300 steps, and 1,500 more from there with a
+schedule of their own.)
+
+```
+{embedded}
+```
+
+On a GPU `train/embedded_on_gpu.sh` does all of it in one command.
 """
 
 
@@ -233,6 +269,7 @@ def document(devices: Sequence[Any]) -> str:
         layers=COMPILED_LAYERS,
         recipes="\n".join(described),
         memory="\n".join(measured),
+        embedded=embedded(),
     )
 
 
