@@ -237,8 +237,8 @@ target's features are computed online, and the head drafts over the whole vocabu
 
 ## The head of the embedded model
 
-`smollm2-135m` on two CPU cores, in float32. [Its card](../eagle_jax/heads/smollm2-135m/README.md) has the data, what each
-run came to and what was measured. (The first of these runs was two: 300 steps, and 1,500 more from there with a
+`smollm2-135m` on two CPU cores, in float32. [Its card](../eagle_jax/heads/smollm2-135m/README.md) has the data, what
+each run came to and what was measured. (The first of these runs was two: 300 steps, and 1,500 more from there with a
 schedule of their own.)
 
 ```
