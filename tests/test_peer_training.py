@@ -41,3 +41,5 @@ def test_what_the_peer_does_not_know_is_refused():
 
     with pytest.raises(ValueError, match="AdamW at a constant rate"):
         TorchTraining(ej.Head.random(tiny_target()), dataclasses.replace(RECIPE, unroll=2))
+    with pytest.raises(ValueError, match="inputs; this head's are 'feature'"):
+        TorchTraining(ej.Head.random(tiny_target(), inputs="feature"), RECIPE)
