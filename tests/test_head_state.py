@@ -36,7 +36,7 @@ def forward(monkeypatch, target):
     monkeypatch.setattr(losses, "loss_sums", lambda predicted, *rest: predicted)
 
     def of_head(inputs="feature+shifted_token"):
-        head = make_head(target, SHARP, inputs)
+        head = make_head(target, SHARP, inputs=inputs)
         graphdef, params = nnx.split(head.model)
 
         @jax.jit
@@ -187,7 +187,7 @@ def test_M2_what_a_head_reads_in_training_it_reads_in_trees(target, features, fo
 
     roots = [TOKENS[jnp.arange(2), jnp.asarray(lengths) - 1] for lengths in ([6, 4], [9, 6])]
     for tree in TREES.values():
-        drafter, params = eagle.bind_head(make_head(target, SHARP, inputs), tree)
+        drafter, params = eagle.bind_head(make_head(target, SHARP, inputs=inputs), tree)
 
         @jax.jit
         def drafted(params, drafter=drafter):

@@ -156,7 +156,7 @@ def proposed(target, medusa, config, features):
         return drafter.propose(params, state, jnp.asarray([3, 5]), greedy_sampler(2))[0]
 
     tree = jax.device_get(run(params))
-    assert tree.tokens.shape[1] == drafter.nodes and tree.depths.max() == drafter.depth
+    assert tree.tokens.shape[1] == drafter.nodes and tree.depths.max() <= drafter.depth
     assert tree.tokens[:, 0].tolist() == [3, 5]
     found = []
     for row in range(2):
@@ -247,13 +247,14 @@ def test_medusa_changes_no_token(target, plain, kind):
         assert alone.token_ids == plain[3] and alone.accepted == done[3].accepted
 
 
-def test_broken_heads_change_no_token(target):
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_broken_heads_still_draft_a_tree(target, features, kind):
+    """Of distinct tokens below each node, parents first; all that it lacks is a chance."""
     medusa = make_medusa(target)
     graphdef, params = nnx.split(medusa.model)
     broken = dataclasses.replace(medusa, model=nnx.merge(graphdef, jax.tree.map(lambda x: x * jnp.nan, params)))
-    tree = ej.TreeConfig(nodes=8, depth=2, top_k=3)
-    plain, drafted = (ej.generate(target, d, [1, 2, 3], max_new_tokens=16, tree=tree) for d in (None, broken))
-    assert drafted.token_ids == plain.token_ids
+    for found in proposed(target, broken, ej.TreeConfig(kind=kind, nodes=8, depth=3, top_k=3), features):
+        assert set(found.values()) == {0.0, -np.inf}
 
 
 def test_a_tree_of_ranks_that_no_token_has_is_plain_decoding(target):

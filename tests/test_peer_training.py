@@ -53,3 +53,11 @@ def test_what_the_peer_does_not_know_is_refused(other):
 
     with pytest.raises(ValueError, match=f"TrainConfig.{next(iter(other))} is .* knows"):
         TorchTraining(ej.Head.random(tiny_target()), dataclasses.replace(RECIPE, **other))
+
+
+def test_the_peer_is_for_eagles_inputs():
+    pytest.importorskip("torch")
+    from eagle_jax.peer_training import TorchTraining
+
+    with pytest.raises(ValueError, match="inputs; this head's are 'feature'"):
+        TorchTraining(ej.Head.random(tiny_target(), inputs="feature"), RECIPE)
