@@ -358,7 +358,7 @@ def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
     assert [row["method"] for row in record["rows"][:4]] == ["plain", "lookup", "rest", "lookahead"]
     assert all((row["texts"], row["identical"]) == (1, 1) for row in record["rows"])
     drafting = [row["drafting"] for row in record["rows"][1:4]]
-    assert drafting == ["dynamic, 5 nodes, depth 2", "dynamic, 5 nodes, depth 2", "dynamic, 9 nodes, depth 3"]
+    assert drafting == ["5 nodes, depth 2", "5 nodes, depth 2", "9 nodes, depth 3"]  # of their own kind
     assert record["settings"]["lookup"] == "PromptLookup(max_ngram=3, min_ngram=1, matches=2)"
     assert record["settings"]["rest"] == str(tmp_path / "store")
 
