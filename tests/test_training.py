@@ -66,6 +66,18 @@ def test_T3_a_wholly_masked_batch_changes_no_parameter_and_has_a_finite_loss(tar
     assert all(np.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_is_of_matrices_and_not_of_norms(target, name):
+    recipe = dataclasses.replace(RECIPE, optimizer=name, weight_decay=0.1, warmup_steps=0)
+    params, optimizer = nnx.state(ej.Head.random(target).model), training.optimizer(recipe)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    rate = recipe.learning_rate if name == "adamw" else recipe.muon_learning_rate
+    leaves = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+    assert {weight.ndim for _, weight in leaves} == {1, 2}
+    for update, weight in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(update, -0.1 * rate * weight if weight.ndim > 1 else 0 * weight, rtol=1e-5)
+
+
 def test_T4_padding_changes_neither_loss_nor_gradient(target):
     batch = batch_of(target, length=12)
     wider = batch_of(target, length=40)
