@@ -206,6 +206,8 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--kind", "medusa", "--inputs", "token"], "inputs is 'token', which is for --kind eagle"),
         (["--kind", "medusa", "--start", "last-layer"], "start is 'last-layer', which is for --kind eagle"),
         (["--kind", "medusa", "--recipe.unroll", "2"], "unroll is 2, which is for --kind eagle"),
+        (["--kind", "medusa", "--recipe.noise", "0.5"], "noise is 0.5, which is for --kind eagle"),
+        (["--kind", "medusa", "--head-key-value-heads", "2"], "head_key_value_heads is 2, which is for --kind eagle"),
     ],
 )
 def test_train_head_refuses(refusal, tmp_path, arguments, message):

@@ -99,10 +99,13 @@ class Options:
             "inputs": self.inputs != EAGLE_INPUTS,
             "start": self.start == "last-layer",
             "loss_vocabulary": self.loss_vocabulary > 0,
-            "unroll": self.recipe.unroll > 1,
+            "head_key_value_heads": self.head_key_value_heads is not None,
         }
-        for name, given in of_eagle.items():
-            value = getattr(self.recipe if name == "unroll" else self, name)
+        # Medusa's loss has these as `medusa_recipe` says.
+        usual, of_loss = training.TrainConfig(), ("noise", "regression_weight", "cross_entropy_weight", "later_weight")
+        of_recipe = {name: getattr(self.recipe, name) != getattr(usual, name) for name in ("unroll", *of_loss)}
+        for name, given in (of_eagle | of_recipe).items():
+            value = getattr(self.recipe if name in of_recipe else self, name)
             require(self.kind == "eagle" or not given, f"{name} is {value!r}, which is for --kind eagle; leave it out.")
         if not (self.output / "steps").is_dir():
             path = self.output / checkpoint.WEIGHTS
