@@ -62,7 +62,7 @@ def equal(one: list[np.ndarray], two: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("stop", [10, 13])
+@pytest.mark.parametrize("stop", [pytest.param(10, marks=pytest.mark.slow), 13])
 def test_R1_twenty_steps_are_ten_a_resume_and_ten(tmp_path, stop):
     """Parameters, optimizer and key bit for bit, the log byte for byte; also where it ran on after the last save."""
     plan = Plan(evaluate_every=5)
