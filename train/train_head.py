@@ -259,7 +259,7 @@ def train(
         return found
 
     told = f"{len(seen)}, and {len(held)} held out, of SHA-256 {data.digest(seen + held)}"
-    of_run, of_older = ({"conversations": told} | options for options in (options.binding(), options.defaults()))
+    of_run, of_older = ({"conversations": told} | named for named in (options.binding(), options.defaults()))
     kept = {"keep_last": options.keep_last, "keep_best": options.keep_best}
     with Run(options.output, head, of_run, defaults=of_older, **kept) as saved:
         restored = saved.restore(state)
