@@ -6,6 +6,7 @@ included: in all of its turns, or in the last one only.
 T tokens.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -139,6 +140,14 @@ def _teaches_nothing(messages: Sequence[Message], turns: Turns) -> str | None:
     if not any(answers if turns == "all" else answers[-1:]):
         return "with an empty answer"
     return None
+
+
+def digest(rows: Iterable[Row]) -> str:
+    """SHA-256 of rows, their order and their loss masks included."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(row.tokens.astype("<i4").tobytes() + row.assistant.tobytes() + b"|")
+    return found.hexdigest()
 
 
 def frequent_tokens(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:

@@ -208,7 +208,7 @@ def make(
         for step, batch in zip(steps, _one_ahead(computed), strict=True):
             values = to_host(batch)
             if not np.isfinite(values).all():
-                raise ValueError(f"Some features of {target.name} are not finite in {layout.dtype}; try bfloat16.")
+                raise ValueError(_not_finite(layout, target))
             for place, index in enumerate(batches.order.at(step).rows.flat):
                 if features is not None and index != NO_ROW:
                     begin, end = starts[index : index + 2]
@@ -216,6 +216,13 @@ def make(
             done += batches.order.tokens_at(step)
             progress(done, total)
         agree(partial(_store, layout, shard, features))
+
+
+def _not_finite(layout: Layout, target: Target) -> str:
+    remedy = "look for what is wrong with the target"
+    if layout.dtype == "float16":
+        remedy = "make them with make_features.py --dtype bfloat16 in another directory, or train with --online"
+    return f"Some features of {target.name} are not finite in {layout.dtype}; {remedy}."
 
 
 def _require_room(layout: Layout, missing: Sequence[Shard]) -> None:

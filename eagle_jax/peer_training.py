@@ -55,7 +55,14 @@ class TorchTraining:
         modules.load_state_dict({name: self._tensor(weight) for name, weight in published_weights(head).items()})
         self.parameters = dict(modules.named_parameters())
         self.optimizer = self.torch.optim.AdamW(
-            self.parameters.values(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.weight_decay
+            [
+                {
+                    "params": [weight for weight in self.parameters.values() if (weight.ndim > 1) is matrices],
+                    "weight_decay": config.weight_decay if matrices else 0.0,
+                }
+                for matrices in (True, False)
+            ],
+            **{"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8},
         )
         self.steps = 0
 

@@ -126,6 +126,8 @@ class Pipeline:
     Args:
       rows: all rows, the same in every process.
       features: those that are kept; None leaves them to the training step.
+      rows_multiple: rows that are nobody's fill a piece up to a multiple of it; None is the order's own. A run that
+        goes on with other devices keeps the order it was begun with.
     """
 
     def __init__(
@@ -134,20 +136,22 @@ class Pipeline:
         config: BatchConfig,
         *,
         features: RowFeatures | None = None,
+        rows_multiple: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
     ):
+        rows_multiple = config.rows_multiple if rows_multiple is None else rows_multiple
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index is {process_index}; it must be below process_count, {process_count}.")
-        if config.rows_multiple % process_count:
+        if rows_multiple % process_count:
             raise ValueError(
-                f"rows_multiple is {config.rows_multiple}, which {process_count} processes cannot share; "
+                f"rows_multiple is {rows_multiple}, which {process_count} processes cannot share; "
                 "make it a multiple of them."
             )
         if features is not None and len(features) != len(rows):
             raise ValueError(f"There are features of {len(features)} rows, but {len(rows)} rows.")
         self.order = Order([len(row.tokens) for row in rows], config)
-        self._rows, self._features = rows, features
+        self._rows, self._features, self._rows_multiple = rows, features, rows_multiple
         self._index, self.process_count = process_index, process_count
 
     def batch_at(self, step: int) -> Batch:
@@ -172,8 +176,10 @@ class Pipeline:
 
     def _slice(self, step: StepRows) -> StepRows:
         """This process's rows of each piece."""
-        share = step.rows.shape[1] // self.process_count
-        return step._replace(rows=step.rows[:, self._index * share : (self._index + 1) * share])
+        spare = -step.rows.shape[1] % self._rows_multiple
+        rows = np.pad(step.rows, ((0, 0), (0, spare)), constant_values=NO_ROW)
+        share = rows.shape[1] // self.process_count
+        return step._replace(rows=rows[:, self._index * share : (self._index + 1) * share])
 
     def _read(self, step: StepRows) -> Batch:
         shape = step.rows.shape if self.order.config.accumulate > 1 else step.rows.shape[1:]

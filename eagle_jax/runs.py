@@ -59,6 +59,7 @@ class Run:
         head: Head | Medusa,
         config: Mapping[str, Any],
         *,
+        defaults: Mapping[str, Any] | None = None,
         keep_last: int = 2,
         keep_best: int = 1,
         dtype: layers.Dtype = jnp.bfloat16,
@@ -70,6 +71,8 @@ class Run:
           head: what the parameters in a state are those of; its configuration and draft vocabulary go into the head
             that is left at the top.
           config: what a step may only be gone on with, in values that JSON has; paths and the like become texts.
+          defaults: what a step had of that whose `config` does not name it, as it was saved before there was such a
+            thing.
           keep_last: how many of the latest steps are kept, at least 1.
           keep_best: how many of those with the highest scores are kept beside them.
           dtype: of the head at the top.
@@ -82,7 +85,7 @@ class Run:
                 raise ValueError(f"{name} is {count}; it must be at least {least}.")
         self.directory = Path(directory).absolute()
         self._head, self._dtype = head, dtype
-        self._config = json.loads(json.dumps(dict(config), default=str))
+        self._config, self._defaults = _plain(config), _plain(defaults or {})
         self._keep_last, self._keep_best = keep_last, keep_best
         logging.getLogger("absl").addFilter(_no_orbax)
         self._manager = ocp.CheckpointManager(
@@ -234,7 +237,7 @@ class Run:
             raise _UnreadableError(_one_line(error)) from error
 
     def _check(self, step: int, about: dict[str, Any], wanted: Mapping[str, jax.Array]) -> None:
-        there, here = _flat(about["config"]), _flat(self._config)
+        there, here = _flat(self._defaults) | _flat(about["config"]), _flat(self._config)
         # Where the options agree the arrays do, unless the library has changed since.
         if there == here:
             there, here = about["arrays"], _kinds(wanted)
@@ -344,6 +347,11 @@ def _whole(array: jax.Array) -> np.ndarray:
     if array.is_fully_addressable:
         return np.array(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(dict(config), default=str))
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

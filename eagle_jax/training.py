@@ -42,7 +42,7 @@ class TrainConfig:
     warmup_steps: int = 50
     decay: Literal["linear", "cosine"] = "linear"
     final_learning_rate: float = 0.0  # as a share of learning_rate, reached at the last step
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of matrices (under Muon, of those that it steps), never of norms and biases
     gradient_clip: float = 0.5  # global norm
     regression_weight: float = 1.0
     cross_entropy_weight: float = 0.1
@@ -114,8 +114,13 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
             muon_weight_dimension_numbers=_hidden_matrices,
         )
     else:
-        step = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
+        step = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_matrices)
     return optax.chain(optax.clip_by_global_norm(config.gradient_clip), step)
+
+
+def _matrices(params: Any) -> Any:
+    """For each parameter, whether it is one."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def _hidden_matrices(params: Any) -> Any:

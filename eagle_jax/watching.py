@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -71,6 +72,7 @@ class Watcher:
         self._steps, self._every, self._clock = steps, every, clock
         self._writes = jax.process_index() == 0
         self._waiting: _Reported | None = None
+        self._without_loss = 0  # steps
         self._speeds: deque[tuple[float, int]] = deque([(clock(), tokens)], maxlen=SPEED_STEPS + 1)
         self._console = console or Console(stderr=True)
         self._path = Path(directory).absolute() / LOG
@@ -146,6 +148,13 @@ class Watcher:
         step = reported.step
         values = {name: float(value) for name, value in jax.device_get(dict(reported.metrics)).items()} | reported.notes
         self._speeds.append((self._clock(), reported.tokens))
+        if values.get("pairs") == 0:
+            self._without_loss += 1
+            warnings.warn(
+                f"Step {step} had no token that carries loss and changed no parameter; steps like it: "
+                f"{self._without_loss}.",
+                stacklevel=2,
+            )
         (begin, tokens), (end, more) = self._speeds[0], self._speeds[-1]
         speed = (more - tokens) / (end - begin) if end > begin else 0.0
         said = summary(values, speed)

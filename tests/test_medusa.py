@@ -111,7 +111,7 @@ def test_later_heads_weigh_less():
         np.testing.assert_allclose(metrics[f"top1_{k}"], sums[k - 1].top1 / sums[k - 1].count, rtol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_four_conversations_are_learned_by_heart(optimizer):
     """By every head. Under Muon the LM heads are AdamW's all the same: their moments say so."""
     target = tiny_target()

@@ -105,6 +105,26 @@ def test_processes_share_the_batch_of_one(count, accumulate):
             np.testing.assert_array_equal(joined, getattr(whole, name))
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("count", "multiple"), [(1, 1), (2, 2), (2, 6)])
+def test_other_devices_keep_the_order_that_a_run_was_begun_with(count, multiple, accumulate):
+    """R5's other half: the rows of each step are those of the mesh before, filled up with rows that are nobody's."""
+    config = dataclasses.replace(CONFIG, accumulate=accumulate, tokens_per_batch=1024)
+    rows = rows_of()
+    before = Pipeline(rows, config)
+    parts = [
+        Pipeline(rows, config, rows_multiple=multiple, process_index=index, process_count=count)
+        for index in range(count)
+    ]
+    for step in (0, 5, before.order.steps_per_epoch + 2):
+        whole = before.batch_at(step)
+        joined = np.concatenate([part.batch_at(step).tokens for part in parts], axis=-2)
+        size = whole.tokens.shape[-2]
+        assert joined.shape[-2] == size + -size % multiple
+        np.testing.assert_array_equal(joined[..., :size, :], whole.tokens)
+        assert not joined[..., size:, :].any()
+
+
 def test_pieces_hold_the_rows_of_the_whole_batch():
     whole, pieces = (Order(LENGTHS, dataclasses.replace(CONFIG, rows_multiple=4 // n, accumulate=n)) for n in (1, 4))
     for one, other in zip(epoch_of(whole), epoch_of(pieces), strict=True):

@@ -62,7 +62,7 @@ def equal(one: list[np.ndarray], two: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("stop", [10, 13])
+@pytest.mark.parametrize("stop", [pytest.param(10, marks=pytest.mark.slow), 13])
 def test_R1_twenty_steps_are_ten_a_resume_and_ten(tmp_path, stop):
     """Parameters, optimizer and key bit for bit, the log byte for byte; also where it ran on after the last save."""
     plan = Plan(evaluate_every=5)
@@ -276,6 +276,18 @@ def test_a_step_of_another_configuration_is_refused_with_what_differs(small, tmp
         run.restore(begin(larger))
     with runs.Run(tmp_path, head, config | {"new": 1}) as run, pytest.raises(ValueError, match="new is missing there"):
         run.restore(begin(head))
+    # An option that there was not yet had its default; another value is another configuration.
+    new = {"recipe": {"new": None, "learning_rate": 0.5}}
+    changed = config | {"recipe": config["recipe"] | {"new": 2}}
+    with (
+        runs.Run(tmp_path, head, changed, defaults=new) as run,
+        pytest.raises(ValueError, match=r"configuration: recipe\.new is None there and 2 here; give"),
+    ):
+        run.restore(begin(head))
+    changed["recipe"]["new"] = None
+    with runs.Run(tmp_path, head, changed, defaults=new) as run:
+        found = run.restore(begin(head))
+        assert found is not None and found.step == 1
     assert steps_in(tmp_path) == {1}
 
 

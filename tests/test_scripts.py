@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from engine_rig import Letters, make_target
 from rig import tiny_config, tiny_target, word_tokenizer
 
 import eagle_jax as ej
-from eagle_jax import data, features, loading
+from eagle_jax import data, features, loading, sharding
 from eagle_jax.pool import RowPool
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +207,8 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--kind", "medusa", "--inputs", "token"], "inputs is 'token', which is for --kind eagle"),
         (["--kind", "medusa", "--start", "last-layer"], "start is 'last-layer', which is for --kind eagle"),
         (["--kind", "medusa", "--recipe.unroll", "2"], "unroll is 2, which is for --kind eagle"),
+        (["--kind", "medusa", "--recipe.noise", "0.5"], "noise is 0.5, which is for --kind eagle"),
+        (["--kind", "medusa", "--head-key-value-heads", "2"], "head_key_value_heads is 2, which is for --kind eagle"),
     ],
 )
 def test_train_head_refuses(refusal, tmp_path, arguments, message):
@@ -404,6 +407,38 @@ def test_R7_train_head_trains_other_heads(tmp_path, monkeypatch, capsys, kind):
     other = ["--kind", "eagle"] if medusa else ["--inputs", "token"]
     with pytest.raises(SystemExit, match=r"but the head in .* has"):
         train(tmp_path / "other", "--start", tmp_path / "run", *other)
+
+
+@pytest.mark.slow
+def test_train_head_goes_on_on_another_mesh_and_from_a_step_with_fewer_options(tmp_path, monkeypatch, capsys):
+    """Its batches stay those that the run was begun with; with other conversations it does not go on."""
+    target = dataclasses.replace(make_target(vocab_size=13), tokenizer=word_tokenizer())
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: target)
+    chats = tmp_path / "chats.jsonl"
+    lines = [CHATS.replace('"b"', f'"{letter} b {letter} c d e"') for letter in "abcdefgh" * 3]
+    chats.write_text("".join(lines))
+
+    def train(*more):
+        options = ["--data", chats, "--output", tmp_path / "run", "--online", "--draft-vocabulary", 0]
+        options += ["--tokens-per-batch", 320, "--recipe.steps", 6, "--recipe.accumulate", 1, "--tau-prompts", 0]
+        options += ["--log-every", 1, "--save-every", 2, "--evaluate-every", 6, "--tree.nodes", 6, *more]
+        monkeypatch.setattr(sys, "argv", ["train_head.py", *map(str, options)])
+        runpy.run_path(str(ROOT / "train/train_head.py"), run_name="__main__")
+        return [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+
+    with monkeypatch.context() as four:
+        four.setattr(sharding, "row_multiple", lambda mesh: 4)  # 4 rows a batch, where one device would take 5
+        records = train()
+    shutil.rmtree(tmp_path / "run/steps/6")
+    about = tmp_path / "run/steps/4/about/metadata"
+    content = json.loads(about.read_text())
+    assert content["config"].pop("kind") == "eagle" and content["config"]["recipe"].pop("later_weight") == 1
+    about.write_text(json.dumps(content))
+    assert train() == records
+    shutil.rmtree(tmp_path / "run/steps/6")
+    chats.write_text("".join(lines[1:]))
+    with pytest.raises(SystemExit, match=r"conversations is '23, and 1 held out, .* there and '22, and 1 held out"):
+        train()
 
 
 # --- Synthesis --------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def texts(record):
     return [message["content"] for message in record["messages"]]
 
 
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_text_is_what_generate_gives_alone(target, turns):
     """User's turns from the bare beginning of one, answers from the chat so far, each under a seed of its own."""
     recipe = dataclasses.replace(RECIPE, turns=turns)

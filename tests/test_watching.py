@@ -56,6 +56,14 @@ def test_a_step_is_fetched_when_the_next_has_begun(tmp_path):
     ]
 
 
+def test_T3_steps_without_loss_are_warned_of_and_counted(tmp_path):
+    with watcher(tmp_path) as watch, pytest.warns(UserWarning) as warned:
+        for step, pairs in enumerate((0, 3, 0, 3), start=1):
+            watch.step(step, {"pairs": jnp.float32(pairs)}, tokens=step)
+    said = "Step {} had no token that carries loss and changed no parameter; steps like it: {}."
+    assert [str(warning.message) for warning in warned] == [said.format(1, 1), said.format(3, 2)]
+
+
 def test_records_come_at_intervals_with_notes_and_at_the_end(tmp_path):
     with watcher(tmp_path, every=2, steps=7) as watch:
         for step in range(1, 8):

@@ -59,10 +59,11 @@ timeout --signal=INT --kill-after=30 "$writing" "$python" "$root/train/synthesiz
 wc -l "$output/chats.jsonl"
 
 echo "== training"
+# Where a shell has it ignore interruptions it is killed instead, and its last whole save is what is evaluated.
 timeout --signal=INT --kill-after=30 "$training_time" "$python" "$root/train/train_head.py" --data "$output/chats.jsonl" \
   --output "$output/head" --online --tokens-per-batch "$batch" --evaluate-every "$((steps / 3))" --save-every "$((steps / 6))" \
   --log-every "$((steps / 6))" --recipe.steps "$steps" --recipe.unroll 3 --recipe.optimizer muon \
-  --recipe.learning-rate 1e-3 --recipe.decay cosine || (($? == 124 || $? == 130))
+  --recipe.learning-rate 1e-3 --recipe.decay cosine || (($? == 124 || $? == 130 || $? == 137))
 
 echo "== evaluating"
 # shellcheck disable=SC2086

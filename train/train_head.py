@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -98,10 +99,13 @@ class Options:
             "inputs": self.inputs != EAGLE_INPUTS,
             "start": self.start == "last-layer",
             "loss_vocabulary": self.loss_vocabulary > 0,
-            "unroll": self.recipe.unroll > 1,
+            "head_key_value_heads": self.head_key_value_heads is not None,
         }
-        for name, given in of_eagle.items():
-            value = getattr(self.recipe if name == "unroll" else self, name)
+        # Medusa's loss has these as `medusa_recipe` says.
+        usual, of_loss = training.TrainConfig(), ("noise", "regression_weight", "cross_entropy_weight", "later_weight")
+        of_recipe = {name: getattr(self.recipe, name) != getattr(usual, name) for name in ("unroll", *of_loss)}
+        for name, given in (of_eagle | of_recipe).items():
+            value = getattr(self.recipe if name in of_recipe else self, name)
             require(self.kind == "eagle" or not given, f"{name} is {value!r}, which is for --kind eagle; leave it out.")
         if not (self.output / "steps").is_dir():
             path = self.output / checkpoint.WEIGHTS
@@ -116,10 +120,12 @@ class Options:
         """What a run can only be gone on with."""
         left_out = ("output", "features", "tau_prompts", "tau_tokens", "tensorboard", "tree", "mesh", "processes")
         intervals = ("evaluate_every", "save_every", "log_every", "keep_last", "keep_best")
-        if self.head_key_value_heads is None:
-            left_out += ("head_key_value_heads",)  # runs that were begun before there was this option have none
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if name not in left_out + intervals}
+
+    def defaults(self) -> dict[str, Any]:
+        """What `binding` is without options: what a run had of those that were added after it was begun."""
+        return Options(data=self.data, output=self.output).binding()
 
 
 def main(options: Options) -> None:
@@ -179,38 +185,46 @@ def tau_prompts(options: Options, target: ej.Target, conversations: list[list[di
     return [prompt for prompt in prompts if len(prompt) < options.max_length]
 
 
-def batches_of(options: Options, mesh: Mesh, target: ej.Target, seen: list[Row], held: list[Row]) -> list[Pipeline]:
-    """This process's batches of the rows that are trained on, and of those that are not."""
-    multiple = sharding.row_multiple(mesh)
-    share = sharding.process_share(mesh)
-    config = BatchConfig(
-        tokens_per_batch=options.tokens_per_batch,
-        accumulate=options.recipe.accumulate,
-        rows_multiple=multiple,
-        seed=options.recipe.seed,
-    )
-    whole = dataclasses.replace(config, accumulate=1)
+def kept_features(options: Options, target: ej.Target, rows: list[Row]) -> features.KeptFeatures | None:
+    """Features of all rows, made as far as they are not there; None where the step computes them."""
     if options.online:
-        return [Pipeline(seen, config, **share), Pipeline(held, whole, **share)]
-    directory = options.features or options.output / "features"
+        return None
 
     def said(done: int, total: int) -> None:
         if distributed.is_main():
             print(f"features: {done} of {total} tokens", end="\r", file=sys.stderr)
 
-    store = features.load_or_make(directory, target, seen + held, progress=said)
-    parts = [store[index] for index in range(len(seen))], [store[index] for index in range(len(seen), len(store))]
-    return [
-        Pipeline(seen, config, features=parts[0], **share),
-        Pipeline(held, whole, features=parts[1], **share),
-    ]
+    return features.load_or_make(options.features or options.output / "features", target, rows, progress=said)
+
+
+def batches_of(
+    options: Options,
+    mesh: Mesh,
+    rows: list[Row],
+    kept: list[np.ndarray] | None,
+    *,
+    accumulate: int = 1,
+    begun_with: int | None = None,
+) -> Pipeline:
+    """This process's batches of some rows, in the order of a mesh of which batches' rows were multiples of a number."""
+    multiple = sharding.row_multiple(mesh)
+    config = BatchConfig(
+        tokens_per_batch=options.tokens_per_batch,
+        accumulate=accumulate,
+        rows_multiple=multiple if begun_with is None else begun_with,
+        seed=options.recipe.seed,
+    )
+    return Pipeline(rows, config, features=kept, rows_multiple=multiple, **sharding.process_share(mesh))
 
 
 def train(
     options: Options, mesh: Mesh, target: ej.Target, seen: list[Row], held: list[Row], prompts: list[list[int]]
 ) -> None:
     recipe, rules = options.settings, sharding.ShardingRules(key_dim=target.config.key_dim)
-    trained_on, unseen = batches_of(options, mesh, target, seen, held)
+    store = kept_features(options, target, seen + held)
+    every = None if store is None else [store[row] for row in range(len(store))]
+    of_seen, of_held = (None, None) if every is None else (every[: len(seen)], every[len(seen) :])
+    unseen = batches_of(options, mesh, held, of_held)
     head = begin(options, target, seen)
     graphdef = training.compute_graphdef(head.config, target.dtype)
     target_graphdef, target_params = nnx.split(target.model)
@@ -244,13 +258,18 @@ def train(
             found |= tau
         return found
 
-    with Run(
-        options.output, head, options.binding(), keep_last=options.keep_last, keep_best=options.keep_best
-    ) as saved:
+    told = f"{len(seen)}, and {len(held)} held out, of SHA-256 {data.digest(seen + held)}"
+    of_run, of_older = ({"conversations": told} | named for named in (options.binding(), options.defaults()))
+    kept = {"keep_last": options.keep_last, "keep_best": options.keep_best}
+    with Run(options.output, head, of_run, defaults=of_older, **kept) as saved:
         restored = saved.restore(state)
-        begun, tokens = 0, 0
+        begun, progress = 0, {"tokens": 0, "rows_multiple": sharding.row_multiple(mesh)}
         if restored is not None:
-            state, begun, tokens = restored.state, restored.step, restored.progress["tokens"]
+            state, begun = restored.state, restored.step
+            progress |= restored.progress
+        tokens, begun_with = progress["tokens"], progress["rows_multiple"]
+        order = {"accumulate": recipe.accumulate, "begun_with": begun_with}
+        trained_on = batches_of(options, mesh, seen, of_seen, **order)
         watch = {"every": options.log_every, "tensorboard": options.tensorboard}
         with Watcher(options.output, steps=recipe.steps, begun=begun, tokens=tokens, **watch) as watcher:
             for step, batch in enumerate(trained_on.batches(begun, recipe.steps), start=begun + 1):
@@ -265,7 +284,7 @@ def train(
                     score = found.get("tau", found["held_out_top1"])
                 if score is not None or step % options.save_every == 0:
                     watcher.flush()
-                    saved.save(state, score=score, progress={"tokens": tokens})
+                    saved.save(state, score=score, progress={"tokens": tokens, "rows_multiple": begun_with})
 
 
 if __name__ == "__main__":
