@@ -358,7 +358,7 @@ def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
     assert [row["method"] for row in record["rows"][:4]] == ["plain", "lookup", "rest", "lookahead"]
     assert all((row["texts"], row["identical"]) == (1, 1) for row in record["rows"])
     drafting = [row["drafting"] for row in record["rows"][1:4]]
-    assert drafting == ["dynamic, 5 nodes, depth 2", "dynamic, 5 nodes, depth 2", "dynamic, 9 nodes, depth 3"]
+    assert drafting == ["5 nodes, depth 2", "5 nodes, depth 2", "9 nodes, depth 3"]
     assert record["settings"]["lookup"] == "PromptLookup(max_ngram=3, min_ngram=1, matches=2)"
     assert record["settings"]["rest"] == str(tmp_path / "store")
 
@@ -366,7 +366,7 @@ def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
 def test_rest_needs_a_datastore(bench, capsys):
     with pytest.raises(SystemExit):
         bench("--methods", "rest")
-    assert "Give rest a --datastore" in capsys.readouterr().err
+    assert "give its directory with --datastore" in capsys.readouterr().err
 
 
 def test_bench_keeps_what_was_measured_before_ctrl_c(bench, monkeypatch, tmp_path):
