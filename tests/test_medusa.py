@@ -18,7 +18,7 @@ from rig import tiny_target
 from test_training import batch_of
 
 import eagle_jax as ej
-from eagle_jax import draft, sharding, training
+from eagle_jax import draft, generation, sharding, training
 from eagle_jax.medusa import MEDUSA_CHOICES
 
 VOCABULARY = np.asarray([1, 2, 4, 5, 7, 8, 9, 11, 12, 13, 14], np.int32)
@@ -238,7 +238,8 @@ def plain(target):
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_medusa_changes_no_token(target, plain, kind):
     """Greedy rows and drawn ones, prompts from one token on."""
-    tree = ej.TreeConfig(kind=kind, nodes=30, depth=3, top_k=6)
+    shape = {"choices": CHOICES} if kind == "static" else {"nodes": 30, "depth": 3, "top_k": 6}
+    tree = ej.TreeConfig(kind=kind, **shape)
     options = {"max_new_tokens": 24, "sampling": MIXED, "seed": list(range(6)), "tree": tree}
     done = ej.generate(target, make_medusa(target), PROMPTS, **options)
     assert ids(done) == plain and mean_accepted(done) > 0.2
@@ -259,7 +260,7 @@ def test_broken_heads_still_draft_a_tree(target, features, kind):
 
 def test_a_tree_of_ranks_that_no_token_has_is_plain_decoding(target):
     medusa = make_medusa(target, vocabulary=VOCABULARY)
-    drafter, _ = medusa.bind(target, ej.TreeConfig(kind="static", choices=((11,),)))
+    drafter, _ = generation.bind(target, medusa, ej.TreeConfig(kind="static", choices=((11,),)))
     assert isinstance(drafter, draft.NoDraft)
 
 
