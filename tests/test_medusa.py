@@ -18,7 +18,7 @@ from rig import tiny_target
 from test_training import batch_of
 
 import eagle_jax as ej
-from eagle_jax import draft, generation, sharding, training
+from eagle_jax import draft, generation, sampling, sharding, training
 from eagle_jax.medusa import MEDUSA_CHOICES
 
 VOCABULARY = np.asarray([1, 2, 4, 5, 7, 8, 9, 11, 12, 13, 14], np.int32)
@@ -139,7 +139,7 @@ def test_nothing_is_unrolled():
 # --- Drafting ---------------------------------------------------------------------------------------------------------
 
 
-def proposed(target, medusa, config, features):
+def proposed(target, medusa, config, features, sampler=None):
     """The tree after a round that committed 2 tokens of the first row and 1 of the second, as paths with their scores.
 
     Features: [B, 3, E]; what a row's last committed token has is the second one, and the first.
@@ -153,7 +153,7 @@ def proposed(target, medusa, config, features):
         state = drafter.observe(params, drafter.init(params, 2, 8), committed)
         # A row that has ended commits nothing and keeps what it has.
         state = drafter.observe(params, state, committed._replace(features=features * 7, count=jnp.asarray([0, 0])))
-        return drafter.propose(params, state, jnp.asarray([3, 5]), greedy_sampler(2))[0]
+        return drafter.propose(params, state, jnp.asarray([3, 5]), sampler or greedy_sampler(2))[0]
 
     tree = jax.device_get(run(params))
     assert tree.tokens.shape[1] == drafter.nodes and tree.depths.max() <= drafter.depth
@@ -217,6 +217,25 @@ def test_a_dynamic_tree_has_the_best_products(target, features):
         }
         best = sorted(products, key=products.__getitem__, reverse=True)[:8]
         assert found == pytest.approx({(): 0.0} | {path: products[path] for path in best}, abs=1e-4)
+
+
+def test_above_temperature_0_a_levels_best_token_is_best_with_the_noise_of_its_place(target, features):
+    medusa = make_medusa(target, vocabulary=VOCABULARY)
+    drawn = [ej.SamplingConfig(temperature=temperature) for temperature in (1.0, 0.5)]
+    sampler = sampling.Sampler(
+        processors=sampling.processors_for(drawn),
+        params=sampling.params_for(drawn, 16),
+        keys=sampling.row_keys(1, 2),
+        index=jnp.asarray([4, 9]),
+    )
+    chain = ej.TreeConfig(kind="chain", nodes=4, depth=3)
+    for row, found in enumerate(proposed(target, medusa, chain, features, sampler)):
+        log_q, path = np.log(probabilities(medusa, features[row, [1, 0][row]])), []
+        for level in range(3):
+            key = jax.random.fold_in(sampler.keys[row], sampler.index[row] + level)
+            noise = drawn[row].temperature * jax.random.gumbel(key, (16,))[VOCABULARY]
+            path.append(int(VOCABULARY[np.argmax(log_q[level] + noise)]))
+            assert tuple(path) in found
 
 
 def test_the_published_default_tree():

@@ -206,12 +206,26 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--kind", "medusa", "--inputs", "token"], "inputs is 'token', which is for --kind eagle"),
         (["--kind", "medusa", "--start", "last-layer"], "start is 'last-layer', which is for --kind eagle"),
         (["--kind", "medusa", "--recipe.unroll", "2"], "unroll is 2, which is for --kind eagle"),
+        (["--kind", "medusa", "--recipe.noise", "0.2"], "noise is 0.2, which is for --kind eagle"),
     ],
 )
 def test_train_head_refuses(refusal, tmp_path, arguments, message):
     (tmp_path / "chats.jsonl").write_text(CHATS)
     paths = ["--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out"]
     assert message in refusal("train/train_head.py", *paths, *arguments)
+
+
+def test_a_run_from_before_an_option_goes_on(tmp_path):
+    """By default it is not there, so that a run without it is of the same configuration; any other value is."""
+    options = runpy.run_path(str(ROOT / "train/train_head.py"))["Options"](data=("chats.jsonl",), output=tmp_path)
+    recipe = dataclasses.replace(options.recipe, later_weight=0.5)
+    others = {"kind": "medusa", "medusa_heads": 3, "medusa_weight": 0.7}
+    for changes in (others, {"inputs": "token", "head_key_value_heads": 2, "recipe": recipe}):
+        before, after = (each.binding() for each in (options, dataclasses.replace(options, **changes)))
+        assert changes.keys() & before.keys() <= {"recipe"} and "later_weight" not in before["recipe"]
+        assert {name: after[name] for name in changes} == changes | (
+            {"recipe": before["recipe"] | {"later_weight": 0.5}} if "recipe" in changes else {}
+        )
     assert not (tmp_path / "out").exists()
 
 

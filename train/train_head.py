@@ -98,10 +98,13 @@ class Options:
             "inputs": self.inputs != EAGLE_INPUTS,
             "start": self.start == "last-layer",
             "loss_vocabulary": self.loss_vocabulary > 0,
-            "unroll": self.recipe.unroll > 1,
         }
+        usual = training.TrainConfig()
+        # Medusa's loss has its own values of these; see `settings`.
+        for name in ("unroll", "regression_weight", "cross_entropy_weight", "later_weight", "noise"):
+            of_eagle[name] = getattr(self.recipe, name) != getattr(usual, name)
         for name, given in of_eagle.items():
-            value = getattr(self.recipe if name == "unroll" else self, name)
+            value = getattr(self if hasattr(self, name) else self.recipe, name)
             require(self.kind == "eagle" or not given, f"{name} is {value!r}, which is for --kind eagle; leave it out.")
         if not (self.output / "steps").is_dir():
             path = self.output / checkpoint.WEIGHTS
@@ -116,10 +119,15 @@ class Options:
         """What a run can only be gone on with."""
         left_out = ("output", "features", "tau_prompts", "tau_tokens", "tensorboard", "tree", "mesh", "processes")
         intervals = ("evaluate_every", "save_every", "log_every", "keep_last", "keep_best")
-        if self.head_key_value_heads is None:
-            left_out += ("head_key_value_heads",)  # runs that were begun before there was this option have none
-        fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if name not in left_out + intervals}
+        fields = {name: x for name, x in dataclasses.asdict(self).items() if name not in left_out + intervals}
+        # Runs that were begun before there were these options have none of them.
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("kind", "inputs", "medusa_heads", "medusa_weight", "head_key_value_heads"):
+            if fields[name] == usual[name]:
+                del fields[name]
+        if self.recipe.later_weight == training.TrainConfig.later_weight:
+            del fields["recipe"]["later_weight"]
+        return fields
 
 
 def main(options: Options) -> None:
