@@ -13,18 +13,17 @@ texts are plain decoding's, each in all repeats, and 1 differs only where its tw
 (2e-4 in float32, 2 units in the last place in bfloat16). "0.58/0.27" under "accepted 2": 0.58 of all rounds accepted at
 least 2 draft tokens, and 0.27 of those that accepted at least 1.
 
-Methods: dynamic (EAGLE-2), static (EAGLE-1) and chain draft with the head; eagle-1-sampled draws the static tree's
-tokens at random, as EAGLE-1 was published; speculative is standard speculative sampling, a chain drawn from
---draft-model; first-layers draws one from the target's own --first-layers. At temperature 0 what is drawn is the best;
-above it, texts with drawn children have plain decoding's law, not its tokens, so that "same text" stays empty.
+Methods: dynamic (EAGLE-2), static (EAGLE-1) and chain draft with the head, "dynamic plain ranking" without common
+random numbers; eagle-1-sampled draws the static tree's tokens at random, as EAGLE-1 was published; speculative is
+standard speculative sampling, a chain drawn from --draft-model; first-layers draws one from the target's own
+--first-layers. At temperature 0 what is drawn is the best; above it, texts with drawn children have plain decoding's
+law, not its tokens, so that "same text" stays empty. medusa drafts with the heads in --medusa, over Medusa's default
+tree or --tree.choices. lookup (in the text itself), rest (in a --datastore) and lookahead have no head; what
+--lookahead says decides lookahead's tree, not --tree.
 
 --peer transformers runs `generate` of transformers in PyTorch as well, plain and with prompt look-up, with the same
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
 otherwise: spinning ones are slow on cores that others use.
-
-Besides an EAGLE head's trees (dynamic is EAGLE-2's, static EAGLE-1's) there are methods without a head: lookup (in the
-text itself), rest (in a --datastore) and lookahead; what --lookahead says decides its tree, not --tree.
-The method medusa drafts with the heads in --medusa, over Medusa's default tree or --tree.choices.
 
 --output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
 """
@@ -87,7 +86,10 @@ class Options:
             self.draft_model is not None or "speculative" not in self.methods,
             "The method speculative needs a smaller model with the target's vocabulary; name it with --draft-model.",
         )
-        require("rest" not in self.methods or self.datastore is not None, "Give rest a --datastore.")
+        require(
+            "rest" not in self.methods or self.datastore is not None,
+            "The method rest needs a datastore; give its directory with --datastore.",
+        )
         require(
             "medusa" not in self.methods or self.medusa is not None,
             "The method medusa needs trained heads; give their directory with --medusa.",
@@ -185,24 +187,16 @@ def tree_for(tree: ej.TreeConfig, method: Method) -> ej.TreeConfig:
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
-    names = (
-        "target",
-        "head",
-        "medusa",
-        "raw",
-        "seed",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "max_new_tokens",
-    )
+    names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
     fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
-    if "speculative" in options.methods:
-        fields["draft_model"] = options.draft_model
-    if "first-layers" in options.methods:
-        fields["first_layers"] = options.first_layers
-    used = {"lookup": options.lookup, "lookahead": options.lookahead, "rest": options.datastore}
+    own = {"speculative": "draft_model", "first-layers": "first_layers"}
+    fields |= {name: getattr(options, name) for method, name in own.items() if method in options.methods}
+    used = {
+        "medusa": options.medusa,
+        "lookup": options.lookup,
+        "lookahead": options.lookahead,
+        "rest": options.datastore,
+    }
     fields |= {name: str(value) for name, value in used.items() if name in options.methods}
     fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})

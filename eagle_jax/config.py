@@ -298,7 +298,7 @@ class TreeConfig:
     depth: levels below the root.
     top_k: frontier width and children of an expanded node, for a dynamic tree.
     choices: the paths of a static tree; (0, 2) is the third-best child of the root's best child.
-      None is EAGLE-1's default of 26 nodes.
+      None is the method's published default: EAGLE-1's 26 nodes, or Medusa's 64.
     children: which tokens a node of a "static" or "chain" tree gets: the draft's "best", or ones "sampled" from its
       distribution, as EAGLE-1 and speculative sampling were published. At temperature 0 both are the best. Sampled ones
       leave the law of the text as it is, but not its tokens under a seed.

@@ -18,7 +18,7 @@ from jax import Array
 from eagle_jax import cache as kv
 from eagle_jax.cached_drafter import Block, CachedDrafter, Kept
 from eagle_jax.config import TreeConfig
-from eagle_jax.draft import Committed, Drafter, NoDraft
+from eagle_jax.draft import Committed
 from eagle_jax.target import Target, TargetModel
 
 
@@ -84,7 +84,7 @@ class DraftModel:
         model = nnx.merge(graphdef, nnx.from_flat_state(kept))
         return cls(dataclasses.replace(target, config=config, model=model, name=f"{target.name}, {n} layers"))
 
-    def bind(self, target: Target, tree: TreeConfig) -> tuple[Drafter, nnx.State | tuple[()]]:
+    def bind(self, target: Target, tree: TreeConfig) -> tuple[ModelDrafter, nnx.State]:
         """The drafter for a target and a tree, and its parameters.
 
         Raises:
@@ -104,4 +104,4 @@ class DraftModel:
             )
         graphdef, params = nnx.split(model.model)
         drafter = ModelDrafter(graphdef=graphdef, config=config, tree=tree, draft_vocab_size=own, dtype=model.dtype)
-        return (drafter, params) if drafter.nodes > 1 else (NoDraft(), ())
+        return drafter, params

@@ -355,8 +355,10 @@ def bind(target: Target, head: Head | BindsDrafter | None, tree: TreeConfig) -> 
     """The drafter for a head and a tree, and its parameters."""
     if head is None or tree.nodes == 1:
         return draft.NoDraft(), ()
-    if not isinstance(head, Head):
-        return head.bind(target, tree)
-    check_fit(head.config, target, "head")
-    drafter, params = eagle.bind_head(head, tree)
+    if isinstance(head, Head):
+        check_fit(head.config, target, "head")
+        drafter, params = eagle.bind_head(head, tree)
+    else:
+        drafter, params = head.bind(target, tree)
+    # Of a static tree the draft vocabulary may leave nothing but the root.
     return (drafter, params) if drafter.nodes > 1 else (draft.NoDraft(), ())

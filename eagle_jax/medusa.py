@@ -12,7 +12,7 @@ B batch rows, P pairs, E hidden size, W draft vocabulary, K heads (the frontier'
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ from eagle_jax import layers, losses
 from eagle_jax.config import HeadConfig, MedusaConfig, Path, TreeConfig
 from eagle_jax.draft import (
     Committed,
-    Drafter,
     Frontier,
     Memoryless,
-    NoDraft,
     Start,
     draft_tree,
     tree_depth,
@@ -163,7 +161,7 @@ class Medusa:
         ]
         return cls(config=config, model=nnx.merge(graphdef, nnx.from_flat_state(flat)), ends=ends)
 
-    def bind(self, target: Target, tree: TreeConfig) -> tuple[Drafter, Any]:
+    def bind(self, target: Target, tree: TreeConfig) -> tuple["MedusaDrafter", MedusaParams]:
         """The drafter for a tree, which has no more levels than there are heads; see `MedusaDrafter`."""
         check_fit(self.config, target, "Medusa heads")
         if tree.children == "sampled":
@@ -178,7 +176,7 @@ class Medusa:
             tree=_up_to(tree, self.config.medusa_num_heads),
             draft_vocab_size=self.ends.lm_head.shape[0],
         )
-        return (drafter, MedusaParams(params, self.ends)) if drafter.nodes > 1 else (NoDraft(), ())
+        return drafter, MedusaParams(params, self.ends)
 
 
 def _up_to(tree: TreeConfig, levels: int) -> TreeConfig:

@@ -72,7 +72,7 @@ def fit_beta(
 
     Args:
       prompts: token ids.
-      tree: how many children a node has (top_k) and how many levels there are (depth).
+      tree: how many children a node has (top_k) and how many levels there are (depth); its children are not drawn.
       temperature: of the texts, without filters; above 0.
       betas: those to choose from, ascending.
       seed: prompt i is drawn from as if alone under seed + i.
@@ -84,6 +84,10 @@ def fit_beta(
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; a ranking that knows the noise needs some, so it must be > 0.")
+    if tree.children == "sampled":
+        raise ValueError(
+            "TreeConfig.children is 'sampled', whose texts owe nothing to the noise that beta is for; set it to 'best'."
+        )
     config = SamplingConfig(temperature=temperature)
     total, nodes, hits = np.zeros(len(betas)), 0, 0
     for begin in range(0, len(prompts), batch):

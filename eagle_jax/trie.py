@@ -64,8 +64,12 @@ def size(tree: TreeConfig, continuations: int, method: str) -> tuple[int, int, i
     """G, N and L of a method that fills trees of this shape with up to so many continuations; a chain holds one.
 
     Raises:
-      ValueError: the shape is given by ranks, which only a model's scores give to tokens.
+      ValueError: the shape is given by ranks, which only a model's scores give to tokens, or children are to be drawn.
     """
+    if tree.children == "sampled":
+        raise ValueError(
+            f"TreeConfig.children is 'sampled', but {method} has no distribution to draw from; set it to 'best'."
+        )
     if tree.kind == "static":
         raise ValueError(
             f"TreeConfig.kind is 'static', whose choices are ranks, but {method} ranks no tokens; use 'dynamic' or "

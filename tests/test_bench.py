@@ -366,7 +366,7 @@ def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
 def test_rest_needs_a_datastore(bench, capsys):
     with pytest.raises(SystemExit):
         bench("--methods", "rest")
-    assert "Give rest a --datastore" in capsys.readouterr().err
+    assert "give its directory with --datastore" in capsys.readouterr().err
 
 
 def test_bench_keeps_what_was_measured_before_ctrl_c(bench, monkeypatch, tmp_path):

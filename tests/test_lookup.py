@@ -128,6 +128,9 @@ def test_senseless_options_are_refused(options, message):
         ej.PromptLookup(**options)
 
 
-def test_a_static_tree_is_refused():
+def test_trees_that_need_a_distribution_are_refused():
+    target = make_target()
     with pytest.raises(ValueError, match="PromptLookup ranks no tokens; use 'dynamic' or 'chain'"):
-        ej.PromptLookup().bind(make_target(), ej.TreeConfig(kind="static"))
+        ej.PromptLookup().bind(target, ej.TreeConfig(kind="static"))
+    with pytest.raises(ValueError, match="PromptLookup has no distribution to draw from; set it to 'best'"):
+        ej.PromptLookup().bind(target, ej.TreeConfig(kind="chain", children="sampled"))

@@ -119,7 +119,10 @@ def test_a_static_tree_changes_no_token(target, head, plain):
     assert {n for row in done for n in row.accepted} >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("inputs", ["token", "feature", "feature+token"])
+@pytest.mark.parametrize(
+    "inputs",
+    ["feature+token", *(pytest.param(inputs, marks=pytest.mark.slow) for inputs in ("token", "feature"))],
+)
 def test_a_head_that_reads_less_changes_no_token(target, mixed, inputs):
     tree = ej.TreeConfig(nodes=20, depth=3, top_k=6)
     options = {"max_new_tokens": 24, "sampling": HALF_GREEDY, "tree": tree, "seed": 7}

@@ -18,7 +18,7 @@ from rig import tiny_target
 from test_training import batch_of
 
 import eagle_jax as ej
-from eagle_jax import draft, sharding, training
+from eagle_jax import draft, generation, sampling, sharding, training
 from eagle_jax.medusa import MEDUSA_CHOICES
 
 VOCABULARY = np.asarray([1, 2, 4, 5, 7, 8, 9, 11, 12, 13, 14], np.int32)
@@ -139,7 +139,7 @@ def test_nothing_is_unrolled():
 # --- Drafting ---------------------------------------------------------------------------------------------------------
 
 
-def proposed(target, medusa, config, features):
+def proposed(target, medusa, config, features, sampler=None):
     """The tree after a round that committed 2 tokens of the first row and 1 of the second, as paths with their scores.
 
     Features: [B, 3, E]; what a row's last committed token has is the second one, and the first.
@@ -153,7 +153,7 @@ def proposed(target, medusa, config, features):
         state = drafter.observe(params, drafter.init(params, 2, 8), committed)
         # A row that has ended commits nothing and keeps what it has.
         state = drafter.observe(params, state, committed._replace(features=features * 7, count=jnp.asarray([0, 0])))
-        return drafter.propose(params, state, jnp.asarray([3, 5]), greedy_sampler(2))[0]
+        return drafter.propose(params, state, jnp.asarray([3, 5]), sampler or greedy_sampler(2))[0]
 
     tree = jax.device_get(run(params))
     assert tree.tokens.shape[1] == drafter.nodes and tree.depths.max() <= drafter.depth
@@ -219,6 +219,25 @@ def test_a_dynamic_tree_has_the_best_products(target, features):
         assert found == pytest.approx({(): 0.0} | {path: products[path] for path in best}, abs=1e-4)
 
 
+def test_above_temperature_0_a_levels_best_token_is_best_with_the_noise_of_its_place(target, features):
+    medusa = make_medusa(target, vocabulary=VOCABULARY)
+    drawn = [ej.SamplingConfig(temperature=temperature) for temperature in (1.0, 0.5)]
+    sampler = sampling.Sampler(
+        processors=sampling.processors_for(drawn),
+        params=sampling.params_for(drawn, 16),
+        keys=sampling.row_keys(1, 2),
+        index=jnp.asarray([4, 9]),
+    )
+    chain = ej.TreeConfig(kind="chain", nodes=4, depth=3)
+    for row, found in enumerate(proposed(target, medusa, chain, features, sampler)):
+        log_q, path = np.log(probabilities(medusa, features[row, [1, 0][row]])), []
+        for level in range(3):
+            key = jax.random.fold_in(sampler.keys[row], sampler.index[row] + level)
+            noise = drawn[row].temperature * jax.random.gumbel(key, (16,))[VOCABULARY]
+            path.append(int(VOCABULARY[np.argmax(log_q[level] + noise)]))
+            assert tuple(path) in found
+
+
 def test_the_published_default_tree():
     """63 nodes below the root in 4 levels, none without its parent or its better sisters."""
     assert [sum(len(path) == depth for path in MEDUSA_CHOICES) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
@@ -238,7 +257,8 @@ def plain(target):
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_medusa_changes_no_token(target, plain, kind):
     """Greedy rows and drawn ones, prompts from one token on."""
-    tree = ej.TreeConfig(kind=kind, nodes=30, depth=3, top_k=6)
+    shape = {"choices": CHOICES} if kind == "static" else {"nodes": 30, "depth": 3, "top_k": 6}
+    tree = ej.TreeConfig(kind=kind, **shape)
     options = {"max_new_tokens": 24, "sampling": MIXED, "seed": list(range(6)), "tree": tree}
     done = ej.generate(target, make_medusa(target), PROMPTS, **options)
     assert ids(done) == plain and mean_accepted(done) > 0.2
@@ -259,7 +279,7 @@ def test_broken_heads_still_draft_a_tree(target, features, kind):
 
 def test_a_tree_of_ranks_that_no_token_has_is_plain_decoding(target):
     medusa = make_medusa(target, vocabulary=VOCABULARY)
-    drafter, _ = medusa.bind(target, ej.TreeConfig(kind="static", choices=((11,),)))
+    drafter, _ = generation.bind(target, medusa, ej.TreeConfig(kind="static", choices=((11,),)))
     assert isinstance(drafter, draft.NoDraft)
 
 

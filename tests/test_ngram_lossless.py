@@ -97,7 +97,10 @@ def test_texts_that_repeat_take_fewer_rounds(name, example):
     assert mean_accepted(done[1::2]) > 1
 
 
-@pytest.mark.parametrize("name", METHODS)
+# `Rest` remembers as `PromptLookup` does.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "rest" else name for name in METHODS]
+)
 def test_a_turn_is_generate_for_the_messages_so_far(name, example):
     """Rounds and what they accepted agree too: rewinding leaves nothing of what came after."""
     target = dataclasses.replace(make_target(max_position_embeddings=128), tokenizer=Letters())

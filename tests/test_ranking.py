@@ -150,7 +150,7 @@ def test_more_of_what_the_target_draws_is_among_four_children():
 
 TREES = [
     ej.TreeConfig(nodes=12, depth=3, top_k=3),
-    ej.TreeConfig(kind="static"),
+    ej.TreeConfig(kind="static", choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1))),
     ej.TreeConfig(kind="chain", nodes=5, depth=4),
 ]
 

@@ -129,6 +129,11 @@ def test_no_temperature_no_fit(target, head):
         ranking_fit.fit_beta(target, head, [[1]], temperature=0.0)
 
 
+def test_drawn_children_have_no_fit(target, head):
+    with pytest.raises(ValueError, match=r"children is 'sampled'.*set it to 'best'"):
+        ranking_fit.fit_beta(target, head, [[1]], tree=dataclasses.replace(TREE, children="sampled"))
+
+
 @pytest.fixture
 def script(target, head, tmp_path, monkeypatch):
     """Runs the script on a small target that talks, and a head in a directory."""

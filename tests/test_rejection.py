@@ -326,7 +326,13 @@ PROMPTS = random_prompts(8, lengths=(1, 3, 8, 21), seed=12)
 HALF_GREEDY = [
     ej.SamplingConfig(temperature=float(row % 2), repetition_penalty=1.1 if row % 4 > 1 else 1.0) for row in range(8)
 ]
-SAMPLED = ej.TreeConfig(kind="static", children="sampled")
+SAMPLED = ej.TreeConfig(kind="static", choices=TREE, children="sampled")
+
+
+@pytest.fixture(scope="module")
+def narrow(target):
+    """A head with a draft vocabulary."""
+    return make_head(target, vocabulary=np.array([0, 1, 2, 3, 5, 8, 9, 12, 13]))
 
 
 @pytest.fixture(scope="module")
@@ -334,12 +340,12 @@ def greedy_rows():
     return [row for row, config in enumerate(HALF_GREEDY) if config.temperature == 0]
 
 
-@pytest.mark.parametrize("vocabulary", [None, np.array([0, 1, 2, 3, 5, 8, 9, 12, 13])], ids=["whole", "few"])
-def test_greedy_rows_beside_drawn_ones_are_plain(target, greedy_rows, vocabulary):
-    head = make_head(target)
-    head = dataclasses.replace(ej.Head.random(target, seed=1, vocabulary=vocabulary), model=head.model)
+@pytest.mark.parametrize("drafts", [pytest.param("head", marks=SLOW), "narrow"])
+def test_greedy_rows_beside_drawn_ones_are_plain(target, greedy_rows, drafts, request):
     options = {"max_new_tokens": 32, "sampling": HALF_GREEDY, "seed": 3}
-    plain, done = (ej.generate(target, h, PROMPTS, tree=SAMPLED, **options) for h in (None, head))
+    plain, done = (
+        ej.generate(target, h, PROMPTS, tree=SAMPLED, **options) for h in (None, request.getfixturevalue(drafts))
+    )
     assert [done[row].token_ids for row in greedy_rows] == [plain[row].token_ids for row in greedy_rows]
     assert mean_accepted([done[row] for row in greedy_rows]) > 0.1
     assert mean_accepted(done) > 0.1
@@ -349,17 +355,17 @@ def test_greedy_rows_beside_drawn_ones_are_plain(target, greedy_rows, vocabulary
 def test_a_greedy_batch_is_that_of_best_children(target, head):
     plain, done, best = (
         ej.generate(target, h, PROMPTS, max_new_tokens=32, tree=tree)
-        for h, tree in ((None, SAMPLED), (head, SAMPLED), (head, ej.TreeConfig(kind="static")))
+        for h, tree in ((None, SAMPLED), (head, SAMPLED), (head, dataclasses.replace(SAMPLED, children="best")))
     )
     assert ids(done) == ids(plain)
     assert [row.accepted for row in done] == [row.accepted for row in best]
 
 
-def test_a_drawn_row_is_its_single_run(target, head):
+def test_a_drawn_row_is_its_single_run(target, narrow):
     """Draws, too, are a function of the row's own key."""
     options = {"max_new_tokens": 32, "tree": SAMPLED}
-    rows = ej.generate(target, head, PROMPTS, seed=list(range(8)), sampling=HALF_GREEDY, **options)
-    alone = ej.generate(target, head, PROMPTS[5], seed=[5], sampling=HALF_GREEDY[5], **options)
+    rows = ej.generate(target, narrow, PROMPTS, seed=list(range(8)), sampling=HALF_GREEDY, **options)
+    alone = ej.generate(target, narrow, PROMPTS[5], seed=[5], sampling=HALF_GREEDY[5], **options)
     assert rows[5].token_ids == alone.token_ids and rows[5].accepted == alone.accepted
 
 
