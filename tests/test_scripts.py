@@ -206,6 +206,10 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--kind", "medusa", "--inputs", "token"], "inputs is 'token', which is for --kind eagle"),
         (["--kind", "medusa", "--start", "last-layer"], "start is 'last-layer', which is for --kind eagle"),
         (["--kind", "medusa", "--recipe.unroll", "2"], "unroll is 2, which is for --kind eagle"),
+        (
+            ["--kind", "medusa", "--tree.kind", "chain", "--tree.children", "sampled"],
+            "tree.children is 'sampled', which is for --kind eagle",
+        ),
         (["--kind", "medusa", "--recipe.noise", "0.2"], "noise is 0.2, which is for --kind eagle"),
     ],
 )
