@@ -148,6 +148,7 @@ def test_compare_refuses(refusal, tmp_path, arguments, message):
         (["--prompts", "nowhere.jsonl"], "There is no file of prompts 'nowhere.jsonl'"),
         (["--methods", "dynamic", "eager"], "There is no method 'eager'; known methods: dynamic, static, chain"),
         (["--methods", "medusa"], "give their directory with --medusa"),
+        (["--methods", "rest"], "give its directory with --datastore"),
         (["--temperatures", "0", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--limit", "0"], "limit is 0"),
