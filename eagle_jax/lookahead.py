@@ -45,7 +45,8 @@ NO_TOKEN = -1
 class Lookahead:
     """Drafts n-grams that the target itself has guessed ahead of the text; in place of a head.
 
-    The tree's size follows from these numbers, 1 + levels * (window + guesses) nodes; a `TreeConfig` is not used.
+    The tree's size follows from these numbers, 1 + levels * (window + guesses) nodes; of a `TreeConfig`
+    nothing is used but that `nodes=1` is plain decoding.
     """
 
     window: int = 10  # W

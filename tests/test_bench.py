@@ -363,12 +363,6 @@ def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
     assert record["settings"]["rest"] == str(tmp_path / "store")
 
 
-def test_rest_needs_a_datastore(bench, capsys):
-    with pytest.raises(SystemExit):
-        bench("--methods", "rest")
-    assert "give its directory with --datastore" in capsys.readouterr().err
-
-
 def test_bench_keeps_what_was_measured_before_ctrl_c(bench, monkeypatch, tmp_path):
     calls = []
 

@@ -149,6 +149,7 @@ def test_compare_refuses(refusal, tmp_path, arguments, message):
         (["--prompts", "nowhere.jsonl"], "There is no file of prompts 'nowhere.jsonl'"),
         (["--methods", "dynamic", "eager"], "There is no method 'eager'; known methods: dynamic, "),
         (["--methods", "medusa"], "give their directory with --medusa"),
+        (["--methods", "rest"], "give its directory with --datastore"),
         (["--temperatures", "0", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--limit", "0"], "limit is 0"),
@@ -209,6 +210,10 @@ def test_a_malformed_line_is_named(refusal, tmp_path, line, script):
         (["--kind", "medusa", "--recipe.unroll", "2"], "unroll is 2, which is for --kind eagle"),
         (["--kind", "medusa", "--recipe.noise", "0.5"], "noise is 0.5, which is for --kind eagle"),
         (["--kind", "medusa", "--head-key-value-heads", "2"], "head_key_value_heads is 2, which is for --kind eagle"),
+        (
+            ["--kind", "medusa", "--tree.kind", "chain", "--tree.children", "sampled"],
+            "tree.children is 'sampled', which is for --kind eagle",
+        ),
     ],
 )
 def test_train_head_refuses(refusal, tmp_path, arguments, message):

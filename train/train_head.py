@@ -107,6 +107,11 @@ class Options:
         for name, given in (of_eagle | of_recipe).items():
             value = getattr(self.recipe if name in of_recipe else self, name)
             require(self.kind == "eagle" or not given, f"{name} is {value!r}, which is for --kind eagle; leave it out.")
+        # Else it would be refused at the first live tau.
+        require(
+            self.kind == "eagle" or self.tree.children == "best",
+            f"tree.children is {self.tree.children!r}, which is for --kind eagle; leave it out.",
+        )
         if not (self.output / "steps").is_dir():
             path = self.output / checkpoint.WEIGHTS
             require(not path.exists(), f"{path} is there already, but no steps to go on from; give another directory.")
