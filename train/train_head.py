@@ -260,8 +260,8 @@ def train(
 
     told = f"{len(seen)}, and {len(held)} held out, of SHA-256 {data.digest(seen + held)}"
     of_run, of_older = ({"conversations": told} | named for named in (options.binding(), options.defaults()))
-    kept = {"keep_last": options.keep_last, "keep_best": options.keep_best}
-    with Run(options.output, head, of_run, defaults=of_older, **kept) as saved:
+    saving = partial(Run, defaults=of_older, keep_last=options.keep_last, keep_best=options.keep_best)
+    with saving(options.output, head, of_run) as saved:
         restored = saved.restore(state)
         begun, progress = 0, {"tokens": 0, "rows_multiple": sharding.row_multiple(mesh)}
         if restored is not None:
