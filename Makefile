@@ -13,8 +13,9 @@ demo: $(INSTALLED)
 model: $(INSTALLED)
 	$(BIN)/python -c "import sys; from eagle_jax.embedded import main; sys.exit(main([]))"
 
+# A process for each core; the tests of one file, which share models and programs, stay in one of them.
 test: $(INSTALLED_TEST)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 notebooks: $(INSTALLED_TEST)
 	FAST=1 $(BIN)/python -m pytest --nbmake notebooks
