@@ -47,7 +47,7 @@ def test_B1_greedy_is_plain_where_the_target_drafts(target):
 GRID = [(1, 2), (1, 60), (2, 1), (2, 17), (3, 33), (4, 52), (5, 9), (6, 60), (7, 26), (8, 40), (10, 2), (10, 60)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_B2_bfloat16_is_plain_up_to_two_units_in_the_last_place(target, temperature):
     """With weights this large one rounding the other way is far more than in a trained model."""
     target = in_bfloat16(target)
