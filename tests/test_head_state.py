@@ -223,7 +223,7 @@ def test_the_best_path_of_a_dynamic_tree_starts_with_the_chains_token(target, fe
         np.testing.assert_allclose(tree.log_scores[:, 1], trees[0].log_scores[:, 1], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_head_of_another_dtype_drafts_for_a_float32_target(target, dtype):
     """Its keys and values are its own dtype's; the text is the target's all the same."""
     head = ej.Head.random(target, seed=1, dtype=jnp.dtype(dtype))

@@ -57,7 +57,9 @@ def pool_of(target, head=None, **options):
     return RowPool(target, head, **options)
 
 
-@pytest.mark.parametrize("drafts", ["nothing", "a head", pytest.param("a copy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "drafts", ["a head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nothing", "a copy"))]
+)
 def test_a_text_is_that_of_its_prompt_alone(target, drafts):
     """Whoever stood in the row before, whoever came with it, and in whatever order."""
     drafter = {"nothing": None, "a head": make_head(target), "a copy": Copy()}[drafts]

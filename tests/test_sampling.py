@@ -68,7 +68,9 @@ def draw(target, head, config, tree):
 CONFIGS = [ej.SamplingConfig(temperature=1.0), ej.SamplingConfig(temperature=0.8, **FILTERS)]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["temperature", "filters"])
+@pytest.mark.parametrize(
+    "config", [CONFIGS[0], pytest.param(CONFIGS[1], marks=pytest.mark.slow)], ids=["temperature", "filters"]
+)
 def test_C1_the_joint_law_of_three_tokens_is_the_targets(small_target, config):
     tree = ej.TreeConfig(nodes=24, depth=2, top_k=5)
     done, counts = draw(small_target, make_head(small_target), config, tree)

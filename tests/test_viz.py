@@ -263,6 +263,7 @@ def test_a_space_at_the_beginning_of_a_token_is_seen_though_the_tokenizer_drops_
     assert viz.label_of(dataclasses.replace(target, tokenizer=Trimmed()), 1) == "␣b"
 
 
+@pytest.mark.slow
 def test_the_embedded_model_in_colour_and_drawn(smollm2, pyplot):
     head = ej.load_head("smollm2-135m", smollm2)
     rounds = list(viz.watch(smollm2, head, "It costs $5 or £4: 你好 😀 and", max_new_tokens=12, tree=TREE))
