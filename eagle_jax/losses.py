@@ -83,18 +83,13 @@ def loss_sums(
       chunk: pairs whose logits exist at once, so that [B, P, W] never does; None: as many as
         `LOGITS_BYTES` of each device hold.
     """
-    chunk = chunk or _chunk_size(mask.size, lm_head.shape[0])
-    parts = (_chunks(x, chunk) for x in (predicted, wanted, mask.astype(jnp.float32)))
-    predicted, wanted, weight = parts
-    regression = jnp.sum(smooth_l1(predicted, jax.lax.stop_gradient(wanted)) * weight)
-    rows = None if labels is None else _chunks(labels, chunk)
-    cross_entropy, top1, top3 = _distill((predicted, None), wanted, weight, rows, lm_head)
-    return LossSums(regression, cross_entropy, top1, top3, jnp.sum(weight))
+    sums = token_sums(predicted, None, wanted, mask, lm_head, labels, chunk=chunk)
+    return sums._replace(regression=jnp.sum(smooth_l1(predicted, jax.lax.stop_gradient(wanted)) * mask))
 
 
 def token_sums(
     hidden: Array,
-    matrix: Array,
+    matrix: Array | None,
     wanted: Array,
     mask: Array,
     lm_head: Array,
@@ -102,11 +97,11 @@ def token_sums(
     *,
     chunk: int | None = None,
 ) -> LossSums:
-    """The cross-entropy of logits that a head makes with a matrix of its own; there is no regression.
+    """The cross-entropy of logits that a head makes, with a matrix of its own if it has one; there is no regression.
 
     Args:
-      hidden: [B, P, E], what the head multiplies with its matrix.
-      matrix: [W, E], over the same tokens as `lm_head`; it is trained.
+      hidden: [B, P, E], what the matrix multiplies.
+      matrix: [W, E], over the same tokens as `lm_head`; it is trained. None is the frozen LM head.
       wanted: [B, P, E], the target's features at which the guessed token is chosen.
 
     The other arguments are those of `loss_sums`.
