@@ -17,16 +17,14 @@ from jax import Array
 
 from eagle_jax import cache as kv
 from eagle_jax import layers
-from eagle_jax.config import ModelConfig, TreeConfig
+from eagle_jax.config import ModelConfig
 from eagle_jax.draft import (
     Committed,
     Frontier,
-    Memoryless,
     Start,
     StepFn,
+    TreeDrafter,
     draft_tree,
-    tree_depth,
-    tree_nodes,
 )
 from eagle_jax.ranking import rank_for
 from eagle_jax.sampling import Sampler
@@ -61,7 +59,7 @@ class DraftState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedDrafter(Memoryless):
+class CachedDrafter(TreeDrafter):
     """A decoder behind one of the three tree shapes.
 
     Its guesses of a round are thrown away with the round: the next one starts from what was committed. (Keys of drafted
@@ -70,16 +68,6 @@ class CachedDrafter(Memoryless):
 
     graphdef: nnx.GraphDef
     config: ModelConfig
-    tree: TreeConfig
-    draft_vocab_size: int
-
-    @property
-    def nodes(self) -> int:
-        return tree_nodes(self.tree, self.draft_vocab_size)
-
-    @property
-    def depth(self) -> int:
-        return tree_depth(self.tree, self.draft_vocab_size)
 
     # --- What a drafter says of its decoder ---------------------------------------------------------------------------
 

@@ -387,18 +387,24 @@ def static_choices(config: TreeConfig, vocab_size: int) -> tuple[Path, ...]:
 # --- A tree of any kind -----------------------------------------------------------------------------------------------
 
 
-def tree_nodes(config: TreeConfig, vocab_size: int) -> int:
-    """N."""
-    if config.kind == "dynamic":
-        return dynamic_nodes(config, vocab_size)
-    return 1 + len(static_choices(config, vocab_size))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeDrafter(Memoryless):
+    """A drafter whose trees are of the kind and size that `tree` says."""
 
+    tree: TreeConfig
+    draft_vocab_size: int  # W
 
-def tree_depth(config: TreeConfig, vocab_size: int) -> int:
-    """D."""
-    if config.kind == "dynamic":
-        return dynamic_depth(config)
-    return max(map(len, static_choices(config, vocab_size)))
+    @property
+    def nodes(self) -> int:
+        if self.tree.kind == "dynamic":
+            return dynamic_nodes(self.tree, self.draft_vocab_size)
+        return 1 + len(static_choices(self.tree, self.draft_vocab_size))
+
+    @property
+    def depth(self) -> int:
+        if self.tree.kind == "dynamic":
+            return dynamic_depth(self.tree)
+        return max(map(len, static_choices(self.tree, self.draft_vocab_size)))
 
 
 def tree_ranks(config: TreeConfig, vocab_size: int) -> int:

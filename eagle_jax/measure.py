@@ -26,10 +26,9 @@ from flax import nnx
 
 from eagle_jax import generation
 from eagle_jax import sampling as sampling_rows
-from eagle_jax.cached_drafter import CachedDrafter
 from eagle_jax.config import SamplingConfig, TreeConfig
+from eagle_jax.draft import TreeDrafter
 from eagle_jax.head import Head
-from eagle_jax.medusa import MedusaDrafter
 from eagle_jax.target import Target, features_of
 
 # Rounding differs between a forward over one token and over many, in float32 by less than this ...
@@ -98,7 +97,7 @@ class Decoding:
             return ""
         drawn = ", sampled" if self.tree.children == "sampled" else ""
         kind = ""
-        if isinstance(drafter, (CachedDrafter, MedusaDrafter)):  # others have trees of their own
+        if isinstance(drafter, TreeDrafter):  # others have trees of their own
             kind = f"{self.tree.kind}, "
             drawn = (f", top_k {self.tree.top_k}" if self.tree.kind == "dynamic" else "") + drawn
         return f"{kind}{drafter.nodes} nodes, depth {drafter.depth}{drawn}"

@@ -25,11 +25,9 @@ from eagle_jax.config import HeadConfig, MedusaConfig, Path, TreeConfig
 from eagle_jax.draft import (
     Committed,
     Frontier,
-    Memoryless,
     Start,
+    TreeDrafter,
     draft_tree,
-    tree_depth,
-    tree_nodes,
     tree_ranks,
 )
 from eagle_jax.head import FrozenEnds, HeadModel, check_fit, frozen_ends
@@ -188,7 +186,7 @@ def _up_to(tree: TreeConfig, levels: int) -> TreeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MedusaDrafter(Memoryless):
+class MedusaDrafter(TreeDrafter):
     """A tree over the heads' best tokens: level l holds guesses of head l.
 
     Static trees and chains have their shape given. A dynamic one keeps the nodes with the highest products of
@@ -201,16 +199,6 @@ class MedusaDrafter(Memoryless):
     graphdef: nnx.GraphDef
     hidden_size: int
     vocab_size: int
-    tree: TreeConfig
-    draft_vocab_size: int
-
-    @property
-    def nodes(self) -> int:
-        return tree_nodes(self.tree, self.draft_vocab_size)
-
-    @property
-    def depth(self) -> int:
-        return tree_depth(self.tree, self.draft_vocab_size)
 
     def init(self, params: MedusaParams, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, self.hidden_size), params.ends.embedding.dtype)

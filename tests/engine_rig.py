@@ -17,7 +17,7 @@ from jax.scipy.special import gammaincc
 from rig import tiny_target
 
 import eagle_jax as ej
-from eagle_jax import draft, layers, ranking, sampling
+from eagle_jax import decoding, draft, generation, layers, ranking, sampling
 from eagle_jax.config import Inputs
 from eagle_jax.target import features_of
 from eagle_jax.tree import Tree
@@ -324,3 +324,14 @@ def compilations() -> Iterator[list[str]]:
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def loop_and_layer_bytes(target: ej.Target, drafter: Any, tree: ej.TreeConfig, slots: int) -> tuple[int, int]:
+    """What the compiled loop holds for a while, and what one layer of the target's cache takes with so many slots."""
+    job = generation.prepare(target, drafter, [[1, 2, 3]], max_new_tokens=slots, tree=tree)
+    assert job.capacity == slots
+    options = {"program": job.program, "capacity": slots, "dtype": target.dtype}
+    state = jax.eval_shape(lambda: decoding.init_state(job.params, job.settings, job.keys, **options))
+    limit = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = decoding.run_rounds.lower(job.params, state, limit, program=job.program).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, state.cache.keys[0].size * 2 * 4

@@ -4,7 +4,7 @@ import collections
 
 import jax
 import jax.numpy as jnp
-from engine_rig import compilations, ids, make_head, make_target, random_prompts
+from engine_rig import compilations, ids, loop_and_layer_bytes, make_head, make_target, random_prompts
 from flax import nnx
 from rig import tiny_target
 
@@ -76,16 +76,9 @@ def test_a_round_copies_no_cache():
         head_dim=64,
         max_position_embeddings=slots,
     )
-    job = generation.prepare(
-        target, ej.Head.random(target), [[1, 2, 3]], max_new_tokens=slots, tree=ej.TreeConfig(nodes=6, depth=2, top_k=2)
-    )
-    assert job.capacity == slots
-    options = {"program": job.program, "capacity": slots, "dtype": target.dtype}
-    state = jax.eval_shape(lambda: decoding.init_state(job.params, job.settings, job.keys, **options))
-    limit = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = decoding.run_rounds.lower(job.params, state, limit, program=job.program).compile()
-    layer = state.cache.keys[0].size * 2 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < layer
+    tree = ej.TreeConfig(nodes=6, depth=2, top_k=2)
+    temporary, layer = loop_and_layer_bytes(target, ej.Head.random(target), tree, slots)
+    assert temporary < layer
 
 
 def test_J4_parameters_outlive_generations(target, head):

@@ -12,6 +12,7 @@ from engine_rig import (
     greedy_sampler,
     ids,
     in_bfloat16,
+    loop_and_layer_bytes,
     make_target,
     mean_accepted,
     random_prompts,
@@ -20,7 +21,7 @@ from flax import nnx
 from rig import tiny_target
 
 import eagle_jax as ej
-from eagle_jax import decoding, draft, generation
+from eagle_jax import draft, generation
 from eagle_jax.config import FULL, SLIDING
 from eagle_jax.tree import ROOT
 
@@ -211,13 +212,8 @@ def test_a_round_copies_no_cache_of_the_draft_models():
     target = tiny_target(max_position_embeddings=slots, **sizes)
     drafts = ej.DraftModel.first_layers(target, 1)
     tree = ej.TreeConfig(kind="chain", nodes=3, depth=2)
-    job = generation.prepare(target, drafts, [[1, 2, 3]], max_new_tokens=slots, tree=tree)
-    options = {"program": job.program, "capacity": slots, "dtype": target.dtype}
-    state = jax.eval_shape(lambda: decoding.init_state(job.params, job.settings, job.keys, **options))
-    limit = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = decoding.run_rounds.lower(job.params, state, limit, program=job.program).compile()
-    layer = state.cache.keys[0].size * 2 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < layer
+    temporary, layer = loop_and_layer_bytes(target, drafts, tree, slots)
+    assert temporary < layer
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
