@@ -10,7 +10,7 @@ B batch rows, M capacity in tokens (and cache slots), N nodes, D levels, E hidde
 """
 
 import dataclasses
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,14 @@ class Program:
     # Where the LM head is applied: to the nodes walked over, one after the other, or to all nodes at once. On a CPU
     # the product's time grows with its rows; an accelerator's is that of reading the matrix, so once is best.
     logits_on_walk: bool
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:
+        """Worked out once: each call looks its compiled program up by it, and a deep target's takes milliseconds."""
+        return self._hash
 
 
 class Params(NamedTuple):
@@ -175,7 +183,8 @@ def first_token(params: Params, state: DecodeState, *, program: Program) -> Deco
     token = _sampler(program, state, state.prompt_length).choose(logits, 0, state.seen)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)
     last = Committed(state.last_token[:, None], state.last_feature[:, None], token[:, None], jnp.ones_like(token))
-    return _emit(program, params, state, last, logprob)
+    state, committed = _emit(state, last, logprob)
+    return dataclasses.replace(state, draft=program.drafter.observe(params.drafter, state.draft, committed))
 
 
 class Round(NamedTuple):
@@ -187,12 +196,27 @@ class Round(NamedTuple):
 
 def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[DecodeState, Round]:
     """Draft, verify, cut, commit. Rows that have ended stay as they are."""
-    drafter, target = program.drafter, nnx.merge(program.target, params.target)
-    row, running = jnp.arange(state.emitted.shape[0]), state.finish == RUNNING
+    tree, draft = propose(params.drafter, state, program=program)
+    state, committed, seen = verify_tree(params.target, state, tree, program=program)
+    return dataclasses.replace(state, draft=program.drafter.observe(params.drafter, draft, committed)), seen
+
+
+def propose(params: Any, state: DecodeState, *, program: Program) -> tuple[Tree, Any]:
+    """The drafter's tree below each row's last token, and the drafter's new state."""
+    row = jnp.arange(state.emitted.shape[0])
     root = state.tokens[row, jnp.maximum(state.emitted - 1, 0)]
+    sampler = _sampler(program, state, state.cache.length + 1)
+    return program.drafter.propose(params, state.draft, root, sampler)
+
+
+def verify_tree(
+    params: nnx.State, state: DecodeState, tree: Tree, *, program: Program
+) -> tuple[DecodeState, Committed, Round]:
+    """One forward over the tree, the walk down it, and the cut: what is left of the walk is committed."""
+    drafter, target = program.drafter, nnx.merge(program.target, params)
+    row, running = jnp.arange(state.emitted.shape[0]), state.finish == RUNNING
     position = state.cache.length  # of the root
     sampler = _sampler(program, state, position + 1)
-    tree, draft = drafter.propose(params.drafter, state.draft, root, sampler)
     features, rows = target(
         tree.tokens, position[:, None] + tree.depths, ancestor_mask(tree.parents, drafter.depth), state.cache
     )
@@ -212,7 +236,6 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[
     round_index = jnp.where(running, state.rounds, state.accepted.shape[1])
     state = dataclasses.replace(
         state,
-        draft=draft,
         accepted=state.accepted.at[row, round_index].set(accepted.count - 1, mode="drop"),
         rounds=state.rounds + running,
     )
@@ -223,10 +246,9 @@ def run_round(params: Params, state: DecodeState, *, program: Program) -> tuple[
         count=accepted.count,
         choices=choices,
     )
-    before = state.emitted
-    state = _emit(program, params, state, walked, accepted.logprobs)
-    cache = kv.commit(state.cache, rows, state.emitted - before, accepted.path)
-    return dataclasses.replace(state, cache=cache), Round(tree, accepted)
+    state, committed = _emit(state, walked, accepted.logprobs)
+    state = dataclasses.replace(state, cache=kv.commit(state.cache, rows, committed.count, accepted.path))
+    return state, committed, Round(tree, accepted)
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
@@ -346,13 +368,11 @@ def _sampler(program: Program, state: DecodeState, index: Array) -> sampling.Sam
 
 
 def _emit(
-    program: Program,
-    params: Params,
     state: DecodeState,
     committed: Committed,  # R tokens a row; those that follow them are new
     logprobs: Array,  # f32[B, R], of the new ones
-) -> DecodeState:
-    """Cuts new tokens at a stop id or at the row's limit, writes them, and tells the drafter."""
+) -> tuple[DecodeState, Committed]:
+    """Cuts new tokens at a stop id or at the row's limit and writes them; returns also what is left of `committed`."""
     tokens, count = committed.next_tokens, committed.count
     row, place = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1])
     stops = jnp.any(tokens[:, :, None] == state.settings.stop_ids[:, None, :], axis=-1) & (place < count[:, None])
@@ -364,15 +384,15 @@ def _emit(
     stopped = jnp.any(stops & (place < count[:, None]), axis=1)
     ended = jnp.where(stopped, STOPPED, jnp.where(emitted >= state.settings.limit, AT_LIMIT, RUNNING))
     slots = jnp.where(place < count[:, None], state.emitted[:, None] + place, state.tokens.shape[1])
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
         tokens=state.tokens.at[row, slots].set(tokens, mode="drop"),
         logprobs=state.logprobs.at[row, slots].set(logprobs, mode="drop"),
         emitted=emitted,
         finish=jnp.where(state.finish == RUNNING, ended, state.finish),
-        draft=program.drafter.observe(params.drafter, state.draft, committed._replace(count=count)),
         seen=_mark(state.seen, tokens, place < count[:, None]),
     )
+    return state, committed._replace(count=count)
 
 
 def _mark(seen: Array | None, tokens: Array, valid: Array) -> Array | None:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from eagle_jax.config import Path, TreeConfig
+from eagle_jax.numerics import top_k
 from eagle_jax.ranking import Rank, by_probability
 from eagle_jax.sampling import DRAWN, Sampler
 from eagle_jax.tree import NO_PARENT, ROOT, Tree, root_only
@@ -185,7 +186,7 @@ def draft_dynamic(
     rows = jnp.arange(batch)[:, None]
 
     # Every candidate ever scored stays in the pool; a parent is its index there.
-    scores, best = jax.lax.top_k(rank(start.logits, 0), width)  # [B, K]
+    scores, best = top_k(rank(start.logits, 0), width)  # [B, K]
     tokens = token_ids(best)
     pool = [(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     frontier_index = jnp.broadcast_to(jnp.arange(width), (batch, width))
@@ -196,7 +197,7 @@ def draft_dynamic(
 
     for depth in range(1, levels):
         carry, logits, features = step(carry, Frontier(tokens, features, depth, ancestors, parent_tokens))
-        child_scores, best = jax.lax.top_k(rank(logits, depth), width)  # [B, K, K]
+        child_scores, best = top_k(rank(logits, depth), width)  # [B, K, K]
         child_scores = (child_scores + scores[:, :, None]).reshape(batch, -1)
         child_tokens = token_ids(best).reshape(batch, -1)
         parents = jnp.repeat(frontier_index, width, axis=1)
@@ -204,7 +205,7 @@ def draft_dynamic(
         if depth + 1 == levels:
             break
         # Next frontier: the K candidates of this level with the best paths (section 4.1).
-        scores, chosen = jax.lax.top_k(child_scores, width)
+        scores, chosen = top_k(child_scores, width)
         parent = chosen // width
         parent_tokens, tokens = tokens[rows, parent], child_tokens[rows, chosen]
         frontier_index = filled + chosen
@@ -225,7 +226,7 @@ def rerank(root: Array, tokens: Array, parents: Array, depths: Array, scores: Ar
     """
     batch, size = tokens.shape
     kept = min(nodes - 1, size)
-    index = jnp.sort(jax.lax.top_k(scores, kept)[1], axis=1)  # [B, kept]
+    index = jnp.sort(top_k(scores, kept)[1], axis=1)  # [B, kept]
     rows = jnp.arange(batch)[:, None]
     node = jnp.zeros((batch, size), jnp.int32).at[rows, index].set(jnp.arange(1, kept + 1, dtype=jnp.int32))
     parent = parents[rows, index]
@@ -310,7 +311,7 @@ def draft_static(
         expanded = np.asarray(level.expanded)
         if sampler is None:
             ranks = np.asarray(level.ranks)
-            best_scores, best = jax.lax.top_k(rank(logits, depth - 1), ranks.max() + 1)
+            best_scores, best = top_k(rank(logits, depth - 1), ranks.max() + 1)
         else:
             ranks = np.asarray([level.parents[:i].count(parent) for i, parent in enumerate(level.parents)])
             log_probs = sampler.draft_log_probs(jnp.where(jnp.isnan(logits), -jnp.inf, logits), seen)
@@ -362,7 +363,7 @@ def draw_children(log_probs: Array, level: int, count: int, sampler: Sampler) ->
     """
     draw = jax.vmap(lambda key: jax.random.gumbel(key, (log_probs.shape[-1],)))
     noise = draw(sampler.keys_for(DRAWN, level)) * (sampler.params.temperature > 0)[:, None]
-    _, drawn = jax.lax.top_k(log_probs + noise[:, None], count)
+    _, drawn = top_k(log_probs + noise[:, None], count)
     return jnp.take_along_axis(log_probs, drawn, axis=-1), drawn
 
 

@@ -1,4 +1,4 @@
-"""From timed samples to figures: tau, acceptance by position, speeds, and their ratio to plain decoding's."""
+"""From timed samples to figures: tau, acceptance by position, speeds and their ratio to plain, the parts of a round."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eagle_jax.measure import Difference, Sample
+from eagle_jax.round_times import RoundTimes
 
 RESAMPLES = 1000  # of the prompts, for a ratio's interval
 
@@ -67,6 +68,23 @@ def figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> Figures:
         excused=sum(one.excused for one in differing) if compared else None,
         gaps=[one.gap for one in differing] if compared else None,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundFigures:
+    """What a round takes, medians over the rounds that were timed; None where none was."""
+
+    draft_seconds: float | None
+    verify_seconds: float | None
+    forwards_seconds: float | None  # the draft model's own, alone; None for a drafter that has no model
+
+
+def round_figures(times: Sequence[RoundTimes]) -> RoundFigures:
+    """One way's, over its groups of prompts."""
+    draft, verify, forwards = (
+        float(np.median(seconds)) if (seconds := [one for each in times for one in each[i]]) else None for i in range(3)
+    )
+    return RoundFigures(draft_seconds=draft, verify_seconds=verify, forwards_seconds=forwards)
 
 
 def _worst_differences(samples: Iterable[Sample]) -> list[Difference]:

@@ -310,6 +310,15 @@ def _memory_status(name: str, status: Path = Path("/proc/self/status")) -> int |
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name)) * 1024
 
 
+# Each compiled program holds dozens of mappings of memory on a CPU, and Linux gives a process 65,530.
+MANY_MAPPINGS = 30_000
+
+
+def crowded(maps: Path = Path("/proc/self/maps")) -> bool:
+    """Whether compiled programs hold so many mappings of memory that they are to be forgotten (`jax.clear_caches`)."""
+    return maps.is_file() and maps.read_text().count("\n") > MANY_MAPPINGS
+
+
 def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

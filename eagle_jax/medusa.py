@@ -31,7 +31,7 @@ from eagle_jax.draft import (
     tree_ranks,
 )
 from eagle_jax.head import FrozenEnds, HeadModel, check_fit, frozen_ends
-from eagle_jax.numerics import lm_logits, precision_for
+from eagle_jax.numerics import lm_logits, precision_for, top_k
 from eagle_jax.ranking import rank_for
 from eagle_jax.sampling import Sampler
 from eagle_jax.target import Target
@@ -208,14 +208,18 @@ class MedusaDrafter(TreeDrafter):
         feature = jnp.take_along_axis(committed.features, last[:, None, None], axis=1)[:, 0]
         return jnp.where((committed.count > 0)[:, None], feature, state)
 
-    def propose(self, params: MedusaParams, state: Array, root: Array, sampler: Sampler) -> tuple[Tree, Array]:
+    def logits(self, params: MedusaParams, features: Array) -> Array:
+        """Every head's, f32[B, K, W], from features [B, E]."""
         dtype = jax.tree.leaves(params.heads)[0].dtype  # may be another than the target's
-        logits = nnx.merge(self.graphdef, params.heads)(state.astype(dtype))
+        return nnx.merge(self.graphdef, params.heads)(features.astype(dtype))
+
+    def propose(self, params: MedusaParams, state: Array, root: Array, sampler: Sampler) -> tuple[Tree, Array]:
+        logits = self.logits(params, state)
         rank = rank_for(sampler, self.tree, self.vocab_size, params.ends.vocabulary)
         ranked = jnp.stack([rank(logits[:, level], level) for level in range(self.depth)], axis=1)
         # The tree is grown over ranks, a few to a head, and gets its tokens at the end: no level looks at W again.
         ranks = tree_ranks(self.tree, self.draft_vocab_size)
-        scores, best = jax.lax.top_k(ranked, ranks)  # [B, D, ranks]
+        scores, best = top_k(ranked, ranks)  # [B, D, ranks]
         tokens = params.ends.token_ids(best).reshape(root.shape[0], -1)
         nothing = jnp.zeros((root.shape[0], 1, 0), jnp.float32)  # the heads predict no features
 

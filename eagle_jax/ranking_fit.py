@@ -24,7 +24,7 @@ from jax import Array
 from eagle_jax import generation, sampling
 from eagle_jax.config import SamplingConfig, TreeConfig
 from eagle_jax.head import FrozenEnds, Head
-from eagle_jax.numerics import lm_logits
+from eagle_jax.numerics import lm_logits, top_k
 from eagle_jax.ranking import outcomes
 from eagle_jax.target import Target, features_of
 
@@ -196,7 +196,7 @@ def likelihoods(
     if vocabulary is not None:
         noise = noise[:, vocabulary]
     values = outcomes(logits, noise, params, sampling.processors_for([config]))
-    best, index = jax.lax.top_k(values, children)  # [R, L, K]
+    best, index = top_k(values, children)  # [R, L, K]
     matches = (index if vocabulary is None else vocabulary[index]) == choice[:, None, None]
     hit = jnp.any(matches, axis=-1)
     # Summed by themselves: 1 - the children's share would be nothing but rounding where they have almost all.

@@ -1,6 +1,7 @@
 """How measurements are written: tables for a terminal, JSON, CSV and a plot.
 
-A row is a dictionary: file, temperature, method and what it drafts, then the fields of `figures.Figures`.
+A row is a dictionary: file, temperature, method and what it drafts, then the fields of `figures.Figures` and
+`figures.RoundFigures`.
 """
 
 import csv
@@ -15,30 +16,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from eagle_jax.figures import figures
+from eagle_jax.figures import figures, round_figures
 from eagle_jax.measure import Sample
+from eagle_jax.round_times import RoundTimes
 
 if TYPE_CHECKING:  # it needs what training needs
     from eagle_jax.evaluation import Evaluation
 
 Row = dict[str, Any]
 Samples = dict[tuple[str, float], list[Sample]]  # by file and temperature
+Rounds = dict[tuple[str, float, str], list[RoundTimes]]  # by file, temperature and method, where they were timed
 MEAN = "mean over files"  # in place of a file's name
 LEVELS_SHOWN = 6  # in a terminal
 
 
-def rows(samples: Samples, drafting: Mapping[str, str]) -> list[Row]:
+def rows(samples: Samples, drafting: Mapping[str, str], rounds: Rounds) -> list[Row]:
     """A row for each file, temperature and way; `drafting` says of each way what it drafts."""
     found = []
     for (file, temperature), some in samples.items():
         for way, drafts in drafting.items():
             own, plain = ([sample for sample in some if sample.way == name] for name in (way, "plain"))
             labels = {"file": file, "temperature": temperature, "method": way, "drafting": drafts}
-            found.append(labels | dataclasses.asdict(figures(own, plain)))
+            of_rounds = round_figures(rounds.get((file, temperature, way), []))
+            found.append(labels | dataclasses.asdict(figures(own, plain)) | dataclasses.asdict(of_rounds))
     return found
 
 
-def record(settings: dict[str, Any], samples: Samples, drafting: Mapping[str, str], complete: bool) -> dict[str, Any]:
+def record(
+    settings: dict[str, Any], samples: Samples, drafting: Mapping[str, str], rounds: Rounds, complete: bool
+) -> dict[str, Any]:
     """All that is known: settings, rows, and the counts and seconds of every decoding."""
     raw = [
         {
@@ -57,7 +63,7 @@ def record(settings: dict[str, Any], samples: Samples, drafting: Mapping[str, st
         for (file, temperature), some in samples.items()
         for sample in some
     ]
-    return {"complete": complete, "settings": settings, "rows": rows(samples, drafting), "samples": raw}
+    return {"complete": complete, "settings": settings, "rows": rows(samples, drafting, rounds), "samples": raw}
 
 
 def mean_rows(of_files: Sequence[Row]) -> list[Row]:
@@ -87,6 +93,8 @@ def tables(of_files: Sequence[Row]) -> list[Table]:
         found.append(_speeds(title, some))
         if some[0]["file"] != MEAN:
             found.append(_acceptance(some))
+            if any(one["verify_seconds"] is not None for one in some):
+                found.append(_round(some))
     return found
 
 
@@ -118,6 +126,16 @@ def _acceptance(some: Sequence[Row]) -> Table:
         cells = _levels(one["accepted_at_level"], one["accepted_given_previous"])[:shown]
         if cells:
             table.add_row(one["method"], *cells)
+    return table
+
+
+def _round(some: Sequence[Row]) -> Table:
+    table = _table("", ("draft\nms", "verify\nms", "forwards\nms", "draft /\nforwards"))
+    for one in some:
+        draft, verify, forwards = (one[f"{name}_seconds"] for name in ("draft", "verify", "forwards"))
+        if verify is not None:
+            alone = ("", "") if forwards is None else (f"{1e3 * forwards:.1f}", f"{draft / forwards:.2f}")
+            table.add_row(one["method"], f"{1e3 * draft:.1f}", f"{1e3 * verify:.1f}", *alone)
     return table
 
 

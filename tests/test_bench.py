@@ -357,6 +357,7 @@ def test_bench_runs_methods_that_have_no_head(bench, monkeypatch, tmp_path):
     record = json.loads((output / "bench.json").read_text())
     assert [row["method"] for row in record["rows"][:4]] == ["plain", "lookup", "rest", "lookahead"]
     assert all((row["texts"], row["identical"]) == (1, 1) for row in record["rows"])
+    assert all(row["draft_seconds"] > 0 and row["forwards_seconds"] is None for row in record["rows"])
     drafting = [row["drafting"] for row in record["rows"][1:4]]
     assert drafting == ["5 nodes, depth 2", "5 nodes, depth 2", "9 nodes, depth 3"]  # of their own kind
     assert record["settings"]["lookup"] == "PromptLookup(max_ngram=3, min_ngram=1, matches=2)"
@@ -381,6 +382,23 @@ def test_bench_keeps_what_was_measured_before_ctrl_c(bench, monkeypatch, tmp_pat
     assert not record["complete"]
     assert [row["texts"] for row in record["rows"]] == [2, 2]
     assert not list(tmp_path.glob("out/*.partial"))
+
+
+def test_bench_times_the_parts_of_a_round(bench, monkeypatch, capsys):
+    """And forgets its programs when they hold much of the process's memory map: here always."""
+    monkeypatch.setattr(measure, "MANY_MAPPINGS", 0)
+    record = json.loads((bench("--limit", "1", *SMALL_TREE) / "bench.json").read_text())
+    for row in record["rows"]:
+        assert row["draft_seconds"] > 0 and row["verify_seconds"] > 0
+        assert (row["forwards_seconds"] is None) == (row["method"] == "plain")
+    assert "forwards" in capsys.readouterr().out
+
+
+def test_mappings_are_counted_where_the_system_tells(tmp_path):
+    maps = tmp_path / "maps"
+    assert not measure.crowded(maps)
+    maps.write_text("7f00-7f01 r-xp\n" * (measure.MANY_MAPPINGS + 1))
+    assert measure.crowded(maps)
 
 
 def test_a_plot_says_what_to_install(bench, monkeypatch, capsys):
