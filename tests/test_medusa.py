@@ -19,7 +19,7 @@ from test_training import batch_of
 
 import eagle_jax as ej
 from eagle_jax import draft, generation, sampling, sharding, training
-from eagle_jax.medusa import MEDUSA_CHOICES
+from eagle_jax.medusa_drafter import MEDUSA_CHOICES
 
 VOCABULARY = np.asarray([1, 2, 4, 5, 7, 8, 9, 11, 12, 13, 14], np.int32)
 PROMPTS = random_prompts(6, lengths=(1, 3, 8, 13), seed=4)
