@@ -18,7 +18,7 @@ test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 notebooks: $(INSTALLED_TEST)
-	FAST=1 $(BIN)/python -m pytest --nbmake notebooks
+	FAST=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout 900 notebooks
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .

@@ -13,9 +13,10 @@ texts are plain decoding's, each in all repeats, and 1 differs only where its tw
 (2e-4 in float32, 2 units in the last place in bfloat16). "0.58/0.27" under "accepted 2": 0.58 of all rounds accepted at
 least 2 draft tokens, and 0.27 of those that accepted at least 1.
 
-What a round takes is timed apart, over the first --rounds-timed rounds of each prompt, in milliseconds (medians): to
-draft and to verify, which the decoding loop does in one program, and the draft model's own forwards alone. "1.11" under
-"draft / forwards": choosing tokens and making a tree of them adds 11 % to what the draft model takes.
+What a round takes is timed apart, over --rounds-timed rounds of each group of prompts after its first two, in
+milliseconds (medians): to draft and to verify, which the decoding loop does in one program, and the draft model's own
+forwards alone. "1.11" under "draft / forwards": choosing tokens and making a tree of them adds 11 % to what the draft
+model takes. Texts of one or two rounds have none to time.
 
 Methods: dynamic (EAGLE-2), static (EAGLE-1) and chain draft with the head, "dynamic plain ranking" without common
 random numbers; eagle-1-sampled draws the static tree's tokens at random, as EAGLE-1 was published; speculative is
@@ -195,7 +196,7 @@ def tree_for(tree: ej.TreeConfig, method: Method) -> ej.TreeConfig:
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
     names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-    fields = {name: getattr(options, name) for name in (*names, "batch", "repeats")}
+    fields = {name: getattr(options, name) for name in (*names, "batch", "repeats", "rounds_timed")}
     own = {"speculative": "draft_model", "first-layers": "first_layers"}
     fields |= {name: getattr(options, name) for method, name in own.items() if method in options.methods}
     used = {
@@ -252,7 +253,7 @@ def main(options: Options) -> None:
             )
             for name, way in ways.items():
                 if options.rounds_timed and isinstance(way, measure.Decoding):
-                    times = round_times.time_rounds(way, group, options.rounds_timed)
+                    times = round_times.time_parts(way, group, options.rounds_timed)
                     rounds.setdefault((file, sampling.temperature, name), []).append(times)
             if options.output is not None:
                 report.write_json(options.output / "bench.json", everything())

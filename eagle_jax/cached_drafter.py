@@ -66,6 +66,8 @@ class CachedDrafter(TreeDrafter):
     rows left in the cache cost acceptance.)
     """
 
+    forwards = ("run", "logits")
+
     graphdef: nnx.GraphDef
     config: ModelConfig
 

@@ -8,7 +8,7 @@ B batch rows, N nodes, D levels, K frontier width and children per expanded node
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,8 @@ class Memoryless:
     """What a drafter without parameters and memory does; others inherit what they do not state themselves."""
 
     wants_choices = False
+    # Methods (params, array, ...) that run a model, which `round_times.py` times alone.
+    forwards: ClassVar[tuple[str, ...]] = ()
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
         return ()

@@ -77,14 +77,19 @@ class RoundFigures:
     draft_seconds: float | None
     verify_seconds: float | None
     forwards_seconds: float | None  # the draft model's own, alone; None for a drafter that has no model
+    draft_over_forwards: float | None  # of the two in one round, between which a machine changes least
 
 
 def round_figures(times: Sequence[RoundTimes]) -> RoundFigures:
     """One way's, over its groups of prompts."""
-    draft, verify, forwards = (
-        float(np.median(seconds)) if (seconds := [one for each in times for one in each[i]]) else None for i in range(3)
+    draft, verify, forwards = ([one for each in times for one in each[i]] for i in range(3))
+    pairs = [one.drafting[i] / alone for one in times for i, alone in enumerate(one.forwards)]
+    draft, verify, forwards, ratio = (
+        float(np.median(one)) if one else None for one in (draft, verify, forwards, pairs)
     )
-    return RoundFigures(draft_seconds=draft, verify_seconds=verify, forwards_seconds=forwards)
+    return RoundFigures(
+        draft_seconds=draft, verify_seconds=verify, forwards_seconds=forwards, draft_over_forwards=ratio
+    )
 
 
 def _worst_differences(samples: Iterable[Sample]) -> list[Difference]:

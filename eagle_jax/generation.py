@@ -326,6 +326,10 @@ def prepare(
     )
 
 
+# Equal programs as one object: what is compiled is looked up by it at each call, and comparing deep targets takes time.
+_PROGRAMS: dict[decoding.Program, decoding.Program] = {}
+
+
 def compose(
     target: Target, head: Head | BindsDrafter | None, tree: TreeConfig, sampling: Sequence[SamplingConfig]
 ) -> tuple[decoding.Program, decoding.Params]:
@@ -340,7 +344,7 @@ def compose(
         processors=sampling_rows.processors_for(sampling),
         logits_on_walk=jax.default_backend() == "cpu",
     )
-    return program, decoding.Params(params, drafter_params)
+    return _PROGRAMS.setdefault(program, program), decoding.Params(params, drafter_params)
 
 
 def check_lengths(max_new_tokens: int, max_length: int | None) -> None:

@@ -53,9 +53,9 @@ class MedusaModel(nnx.Module):
         self.config = config
         self.heads = nnx.List([MedusaHead(config, dtype=dtype, rngs=rngs) for _ in range(config.medusa_num_heads)])
 
-    def __call__(self, features: Array) -> Array:
-        """Logits of every head, f32[B, K, W], from features [B, E]."""
-        return jnp.stack([lm_logits(head(features), head.lm_head[...]) for head in self.heads], axis=1)
+    def __call__(self, features: Array, count: int | None = None) -> Array:
+        """Logits of the first `count` heads (None: of all K), f32[B, count, W], from features [B, E]."""
+        return jnp.stack([lm_logits(head(features), head.lm_head[...]) for head in self.heads[:count]], axis=1)
 
     def loss_sums(
         self,
@@ -128,7 +128,7 @@ class Medusa:
         ]
         return cls(config=config, model=nnx.merge(graphdef, nnx.from_flat_state(flat)), ends=ends)
 
-    def bind(self, target: Target, tree: TreeConfig) -> tuple["MedusaDrafter", MedusaParams]:
+    def bind(self, target: Target, tree: TreeConfig) -> tuple[MedusaDrafter, MedusaParams]:
         """The drafter for a tree, which has no more levels than there are heads; see `MedusaDrafter`."""
         check_fit(self.config, target, "Medusa heads")
         if tree.children == "sampled":

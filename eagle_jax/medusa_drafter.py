@@ -60,6 +60,8 @@ class MedusaDrafter(TreeDrafter):
     before the prompt's last token, whose feature takes the place of what was there, has been observed.
     """
 
+    forwards = ("logits",)
+
     graphdef: nnx.GraphDef
     hidden_size: int
     vocab_size: int
@@ -73,9 +75,9 @@ class MedusaDrafter(TreeDrafter):
         return jnp.where((committed.count > 0)[:, None], feature, state)
 
     def logits(self, params: MedusaParams, features: Array) -> Array:
-        """Every head's, f32[B, K, W], from features [B, E]."""
+        """Of the heads that the tree has levels for, f32[B, D, W], from features [B, E]."""
         dtype = jax.tree.leaves(params.heads)[0].dtype  # may be another than the target's
-        return nnx.merge(self.graphdef, params.heads)(features.astype(dtype))
+        return nnx.merge(self.graphdef, params.heads)(features.astype(dtype), self.depth)
 
     def propose(self, params: MedusaParams, state: Array, root: Array, sampler: Sampler) -> tuple[Tree, Array]:
         logits = self.logits(params, state)

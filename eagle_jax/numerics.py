@@ -31,7 +31,7 @@ def top_k(values: Array, k: int) -> tuple[Array, Array]:
     *leading, width = values.shape
     flat = values.reshape(-1, width)
     groups = -(-width // GROUP)
-    if groups < 2 * k:
+    if k == 0 or groups < 2 * k:
         best, index = jax.lax.top_k(flat, k)
     else:
         padded = jnp.pad(flat, ((0, 0), (0, groups * GROUP - width)), constant_values=-jnp.inf)

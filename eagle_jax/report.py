@@ -63,7 +63,12 @@ def record(
         for (file, temperature), some in samples.items()
         for sample in some
     ]
-    return {"complete": complete, "settings": settings, "rows": rows(samples, drafting, rounds), "samples": raw}
+    timed = [
+        {"file": file, "temperature": temperature, "method": way, "rounds": [one._asdict() for one in times]}
+        for (file, temperature, way), times in rounds.items()
+    ]
+    of_files = rows(samples, drafting, rounds)
+    return {"complete": complete, "settings": settings, "rows": of_files, "samples": raw, "round_times": timed}
 
 
 def mean_rows(of_files: Sequence[Row]) -> list[Row]:
@@ -130,12 +135,14 @@ def _acceptance(some: Sequence[Row]) -> Table:
 
 
 def _round(some: Sequence[Row]) -> Table:
-    table = _table("", ("draft\nms", "verify\nms", "forwards\nms", "draft /\nforwards"))
+    table = _table("", ("tau", "draft\nms", "verify\nms", "forwards\nms", "draft /\nforwards"))
     for one in some:
-        draft, verify, forwards = (one[f"{name}_seconds"] for name in ("draft", "verify", "forwards"))
-        if verify is not None:
-            alone = ("", "") if forwards is None else (f"{1e3 * forwards:.1f}", f"{draft / forwards:.2f}")
-            table.add_row(one["method"], f"{1e3 * draft:.1f}", f"{1e3 * verify:.1f}", *alone)
+        if one["verify_seconds"] is None:
+            continue
+        seconds = (one[f"{name}_seconds"] for name in ("draft", "verify", "forwards"))
+        cells = ("" if each is None else f"{1e3 * each:.1f}" for each in seconds)
+        ratio = one["draft_over_forwards"]
+        table.add_row(one["method"], f"{one['tau']:.2f}", *cells, "" if ratio is None else f"{ratio:.2f}")
     return table
 
 

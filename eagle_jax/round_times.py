@@ -22,20 +22,30 @@ from eagle_jax.draft import Committed
 from eagle_jax.measure import Decoding
 from eagle_jax.tree import Tree
 
-FORWARDS = ("run", "logits")  # a drafter's methods that run its model
 Calls = list[dict[str, tuple[Any, ...]]]  # method: what it was called with, but for the parameters
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """In place of an array that was there before: its number among all of them, so that a cache is kept once."""
+
+    number: int
+
+
 class RoundTimes(NamedTuple):
-    """Seconds of each round."""
+    """Seconds of each round; the three of a round stand at one place of the lists."""
 
     drafting: list[float]
     verifying: list[float]
     forwards: list[float]  # the draft model's alone; empty for a drafter that has none
 
 
-def time_rounds(way: Decoding, prompts: Sequence[Sequence[int]], rounds: int) -> RoundTimes:
-    """The first `rounds` rounds of prompts that are decoded together, after two that compile and are not counted."""
+def time_parts(way: Decoding, prompts: Sequence[Sequence[int]], rounds: int) -> RoundTimes:
+    """`rounds` rounds of prompts that are decoded together, or fewer at their end.
+
+    The first two compile and are not counted.
+    """
     job = way.job(prompts)
     params, program, times = job.params, job.program, RoundTimes([], [], [])
 
@@ -91,7 +101,15 @@ def _calls(params: Any, state: DecodeState, draft: Any, committed: Committed | N
     calls: Calls = []
     noting = dataclasses.replace(program, drafter=_noting(program.drafter, calls))
     _take_in_and_propose(params, state, draft, committed, program=noting)
-    return calls
+    arrays: list[Any] = []
+
+    def once(array: Any) -> Any:
+        earlier = next((number for number, one in enumerate(arrays) if one is array), None)
+        if earlier is None:
+            arrays.append(array)
+        return array if earlier is None else Same(earlier)
+
+    return jax.tree.map(once, calls)
 
 
 def _noting(drafter: Any, calls: Calls) -> Any:
@@ -105,7 +123,7 @@ def _noting(drafter: Any, calls: Calls) -> Any:
 
         return call
 
-    there = {name: noting(name) for name in FORWARDS if hasattr(kind, name)}
+    there = {name: noting(name) for name in getattr(kind, "forwards", ())}
     fields = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)}
     return type(kind.__name__, (kind,), there)(**fields)
 
@@ -113,8 +131,9 @@ def _noting(drafter: Any, calls: Calls) -> Any:
 @partial(jax.jit, static_argnames="program")
 def _forwards(params: Any, calls: Calls, *, program: Program) -> list[Any]:
     """The same calls and nothing else; each waits for the one before, as it does where that one's word is its input."""
-    results, last = [], jnp.zeros(())
-    for call in calls:
+    is_same = lambda leaf: isinstance(leaf, Same)  # noqa: E731
+    arrays, results, last = jax.tree.leaves(calls), [], jnp.zeros(())
+    for call in jax.tree.map(lambda leaf: arrays[leaf.number] if is_same(leaf) else leaf, calls, is_leaf=is_same):
         [(name, (first, *rest))] = call.items()
         results.append(getattr(program.drafter, name)(params, _after(last, first), *rest))
         last = jax.tree.leaves(results[-1])[0].ravel()[0]

@@ -23,6 +23,13 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, databas
 settings.load_profile("repeatable")
 
 
+def pytest_configure(config):
+    """Tiny models take longer to be optimized than they save. The slow tests compile as users do."""
+    if config.option.markexpr == "not slow":
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the processes that tests start
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """A compiled program holds mappings of memory, of which a process may have 65,530: all tests together need more."""

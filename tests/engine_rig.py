@@ -126,7 +126,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Pearson's chi-square test of counts against a law; cells that expect fewer than 5 are pooled."""
+    """Pearson's chi-square test of counts against a law; cells that expect fewer than 5 are pooled. `-s` shows it."""
     expected = law.ravel() * counts.sum()
     counts = counts.ravel()
     rare = expected < 5
@@ -135,7 +135,9 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     counts = np.append(counts[~rare], counts[rare].sum())
     expected, counts = expected[expected > 0], counts[expected > 0]
     statistic = np.sum((counts - expected) ** 2 / expected)
-    return float(gammaincc((len(expected) - 1) / 2, statistic / 2))
+    p = float(gammaincc((len(expected) - 1) / 2, statistic / 2))
+    print(f"chi-square {statistic:.1f} with {len(expected) - 1} degrees of freedom: p {p:.3g}")
+    return p
 
 
 def greedy_sampler(rows: int, vocab: int = 16) -> sampling.Sampler:

@@ -254,7 +254,7 @@ def plain(target):
     return ids(ej.generate(target, None, PROMPTS, max_new_tokens=24, sampling=MIXED, seed=list(range(6))))
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_medusa_changes_no_token(target, plain, kind):
     """Greedy rows and drawn ones, prompts from one token on."""
     shape = {"choices": CHOICES} if kind == "static" else {"nodes": 30, "depth": 3, "top_k": 6}

@@ -72,7 +72,12 @@ def decoded(target, method):
     return ej.generate(target, method, PROMPTS, sampling=HALF_GREEDY, seed=SEEDS, **OPTIONS)
 
 
-@pytest.mark.parametrize("name", METHODS)
+def some_slow(*slow):
+    """The methods, these of them among the slow tests."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in METHODS]
+
+
+@pytest.mark.parametrize("name", some_slow("rest", "lookahead"))
 def test_the_text_is_plain_decodings_greedy_and_drawn(target, name, example):
     """Rows of both kinds, two of them prompts of one token; and each row is drafted for as if it were alone."""
     plain = ids(decoded(target, None))
@@ -86,7 +91,7 @@ def test_the_text_is_plain_decodings_greedy_and_drawn(target, name, example):
         assert (alone.token_ids, alone.accepted) == (done[row].token_ids, done[row].accepted)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", some_slow("lookup"))
 def test_texts_that_repeat_take_fewer_rounds(name, example):
     """A target with smaller weights falls into loops where it is greedy."""
     target = make_target(sharpness=3.0)
@@ -98,9 +103,7 @@ def test_texts_that_repeat_take_fewer_rounds(name, example):
 
 
 # `Rest` remembers as `PromptLookup` does.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "rest" else name for name in METHODS]
-)
+@pytest.mark.parametrize("name", some_slow("rest"))
 def test_a_turn_is_generate_for_the_messages_so_far(name, example):
     """Rounds and what they accepted agree too: rewinding leaves nothing of what came after."""
     target = dataclasses.replace(make_target(max_position_embeddings=128), tokenizer=Letters())
