@@ -18,14 +18,7 @@ from jax import Array
 from eagle_jax import cache as kv
 from eagle_jax import layers
 from eagle_jax.config import ModelConfig
-from eagle_jax.draft import (
-    Committed,
-    Frontier,
-    Start,
-    StepFn,
-    TreeDrafter,
-    draft_tree,
-)
+from eagle_jax.draft import Committed, Frontier, Start, StepFn, TreeDrafter, draft_tree
 from eagle_jax.ranking import rank_for
 from eagle_jax.sampling import Sampler
 from eagle_jax.tree import Tree
