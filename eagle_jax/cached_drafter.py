@@ -178,7 +178,7 @@ class CachedDrafter(TreeDrafter):
         start = Start(self.logits(params, feature), feature)
         step = self._step(params, cache, block.count)
         vocabulary = self.vocabulary(params)
-        rank = rank_for(sampler, self.tree, self.config.vocab_size, vocabulary, beta=self.beta)
+        rank = rank_for(sampler, self.tree, vocabulary, beta=self.beta)
 
         def token_ids(indices: Array) -> Array:
             return indices if vocabulary is None else vocabulary[indices]

@@ -139,7 +139,6 @@ class Medusa:
         drafter = MedusaDrafter(
             graphdef=graphdef,
             hidden_size=self.config.hidden_size,
-            vocab_size=self.config.vocab_size,
             tree=up_to(tree, self.config.medusa_num_heads),
             draft_vocab_size=self.ends.lm_head.shape[0],
         )

@@ -64,7 +64,6 @@ class MedusaDrafter(TreeDrafter):
 
     graphdef: nnx.GraphDef
     hidden_size: int
-    vocab_size: int
 
     def init(self, params: MedusaParams, batch: int, capacity: int) -> Array:
         return jnp.zeros((batch, self.hidden_size), params.ends.embedding.dtype)
@@ -81,7 +80,7 @@ class MedusaDrafter(TreeDrafter):
 
     def propose(self, params: MedusaParams, state: Array, root: Array, sampler: Sampler) -> tuple[Tree, Array]:
         logits = self.logits(params, state)
-        rank = rank_for(sampler, self.tree, self.vocab_size, params.ends.vocabulary)
+        rank = rank_for(sampler, self.tree, params.ends.vocabulary)
         ranked = jnp.stack([rank(logits[:, level], level) for level in range(self.depth)], axis=1)
         # The tree is grown over ranks, a few to a head, and gets its tokens at the end: no level looks at W again.
         ranks = tree_ranks(self.tree, self.draft_vocab_size)

@@ -38,15 +38,12 @@ def by_probability(logits: Array, level: int) -> Array:
     return jnp.where(jnp.isnan(log_probs), -jnp.inf, log_probs)
 
 
-def rank_for(
-    sampler: Sampler, config: TreeConfig, vocab_size: int, vocabulary: Array | None = None, *, beta: float = 1.0
-) -> Rank:
+def rank_for(sampler: Sampler, config: TreeConfig, vocabulary: Array | None = None, *, beta: float = 1.0) -> Rank:
     """The ranking that a tree's configuration asks for, in rows that choose their tokens so.
 
     Args:
       sampler: how the target's tokens are going to be chosen. Rows at temperature 0 rank by probability.
-      vocab_size: V, the target's.
-      vocabulary: i32[W], the draft vocabulary's token ids; None where W = V.
+      vocabulary: i32[W], the draft vocabulary's token ids; None where it is the target's.
       beta: how far the scores are trusted.
     """
     if not (config.common_random_numbers and sampler.processors.noise):
@@ -57,9 +54,7 @@ def rank_for(
     sharpness = jnp.where(sampler.params.temperature > 0, beta, 1.0)[:, None, None]
 
     def by_outcome(logits: Array, level: int) -> Array:
-        noise = sampler.noise(level, vocab_size)
-        if vocabulary is not None:
-            noise = noise[:, vocabulary]
+        noise = sampler.noise(level, jnp.arange(logits.shape[-1]) if vocabulary is None else vocabulary)
         nodes = logits.reshape(logits.shape[0], -1, logits.shape[-1])
         found = outcomes(nodes, noise, sampler.params, sampler.processors, seen)
         return by_probability(sharpness * found, level).reshape(logits.shape)

@@ -147,13 +147,14 @@ def nodes_of(
     likely = np.zeros((len(texts), tree.depth, width - 1, len(betas)), np.float32)
     hit = np.zeros(likely.shape[:-1], bool)
     keys = sampling.row_keys(list(seeds), len(texts))
+    drafted = jnp.arange(target.config.vocab_size) if head.ends.vocabulary is None else head.ends.vocabulary
     for begin in range(0, len(rows), PLACES):
         row, place = rows[begin : begin + PLACES], pairs[begin : begin + PLACES]
         pad = (0, PLACES - len(row))
         at, where = jnp.asarray(np.pad(row, pad)), jnp.asarray(np.pad(place, pad))
         found = likelihoods(
             lm_logits(levels[at, :, where], head.ends.lm_head),
-            sampling.gumbel_noise(keys[at], where + 2, target.config.vocab_size),
+            sampling.gumbel_noise(keys[at], where + 2, drafted),
             jnp.asarray(tokens)[at, where + 2],
             jnp.asarray(betas, jnp.float32),
             head.ends.vocabulary,
@@ -183,7 +184,7 @@ def _levels(
 @partial(jax.jit, static_argnames=("config", "children"))
 def likelihoods(
     logits: Array,  # f32[R, L, W]
-    noise: Array,  # f32[R, V]
+    noise: Array,  # f32[R, W]
     choice: Array,  # i32[R], the target's
     betas: Array,  # f32[G]
     vocabulary: Array | None,
@@ -192,9 +193,7 @@ def likelihoods(
     children: int,
 ) -> tuple[Array, Array]:
     """Log-likelihoods f32[R, L, G] of the choices, and whether they were among the children, bool[R, L]."""
-    params = sampling.params_for([config] * logits.shape[0], noise.shape[-1])
-    if vocabulary is not None:
-        noise = noise[:, vocabulary]
+    params = sampling.params_for([config] * logits.shape[0], logits.shape[-1])
     values = outcomes(logits, noise, params, sampling.processors_for([config]))
     best, index = top_k(values, children)  # [R, L, K]
     matches = (index if vocabulary is None else vocabulary[index]) == choice[:, None, None]

@@ -1,8 +1,8 @@
 """How a token is chosen from logits: processors, then one argmax over logits + temperature * Gumbel noise.
 
-The noise depends on (row key, absolute token index) only. So a row's text depends on its seed, not on how many tokens
-a round tests, and greedy decoding is the case of temperature 0 (the Gumbel-max trick; EAGLE's claim of losslessness,
-section 3.3, becomes equality token for token).
+The noise of a token depends on (row key, absolute index, token) only. So a row's text depends on its seed, not on how
+many tokens a round tests, and greedy decoding is the case of temperature 0 (the Gumbel-max trick; EAGLE's claim of
+losslessness, section 3.3, becomes equality token for token).
 
 What a sampled tree needs beside that noise (`rejection.py`) comes from keys of its own.
 
@@ -11,6 +11,7 @@ B batch rows, K nodes, V vocabulary, W draft vocabulary.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -117,9 +118,22 @@ def keep_mask(logits: Array, params: SamplingParams, processors: Processors, can
     return keep | ~warm
 
 
-def gumbel_noise(keys: Array, index: Array, vocab_size: int) -> Array:
-    """The noise for the token at absolute `index` i32[B] of each row: f32[B, V], a function of (row key, index)."""
-    return jax.vmap(lambda key, i: jax.random.gumbel(jax.random.fold_in(key, i), (vocab_size,)))(keys, index)
+def gumbel_noise(keys: Array, index: Array, tokens: Array) -> Array:
+    """The noise of tokens i32[W] as the one at absolute `index` i32[B] of each row: f32[B, W].
+
+    Each number is a function of (row key, index, token), so that a drafter pays for the tokens it drafts only. Over
+    the whole vocabulary it is what `jax.random.gumbel` gives (under Threefry, partitionable, JAX's default).
+    """
+
+    def of_row(key: Array, at: Array) -> Array:
+        hashed = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, at), tokens)
+        words = jax.random.key_data(hashed)
+        # 23 bits as the mantissa of a number in [1, 2).
+        bits = (words[:, 0] ^ words[:, 1]) >> 9 | jnp.uint32(0x3F800000)
+        uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - 1
+        return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
+
+    return jax.vmap(of_row)(keys, index)
 
 
 def perturbed(
@@ -136,7 +150,7 @@ def perturbed(
         logits = penalize(logits, seen, params.repetition_penalty)
     if processors.noise:
         keep = keep_mask(logits, params, processors)
-        noise = params.temperature[:, None] * gumbel_noise(keys, index, logits.shape[-1])
+        noise = params.temperature[:, None] * gumbel_noise(keys, index, jnp.arange(logits.shape[-1]))
         logits = jnp.where(keep, logits + noise, -jnp.inf)
     return logits
 
@@ -167,10 +181,12 @@ def log_probabilities(
 
 def row_keys(seed: int | Sequence[int], rows: int) -> Array:
     """key[B]. An int: row i uses fold_in(key(seed), i). A list: row i uses fold_in(key(seed_i), 0), as if alone."""
+    # Named, so that no setting of JAX's changes the texts.
+    make = partial(jax.random.key, impl="threefry2x32")
     if isinstance(seed, int):
-        key = jax.random.key(seed)
+        key = make(seed)
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows))
-    return jax.vmap(lambda one: jax.random.fold_in(jax.random.key(one), 0))(jnp.asarray(np.asarray(seed, np.int64)))
+    return jax.vmap(lambda one: jax.random.fold_in(make(one), 0))(jnp.asarray(np.asarray(seed, np.int64)))
 
 
 @jax.tree_util.register_dataclass
@@ -188,9 +204,9 @@ class Sampler:
         """The token i32[B] that logits f32[B, V] at `level` give, after tokens `seen`."""
         return choose(logits, self.params, self.processors, self.keys, self.index + level, seen)
 
-    def noise(self, level: Array | int, vocab_size: int) -> Array:
-        """f32[B, V], the Gumbel noise that a choice at `level` will be made with."""
-        return gumbel_noise(self.keys, self.index + level, vocab_size)
+    def noise(self, level: Array | int, tokens: Array) -> Array:
+        """f32[B, W], the Gumbel noise of tokens i32[W] that a choice at `level` will be made with."""
+        return gumbel_noise(self.keys, self.index + level, tokens)
 
     def log_probs(self, logits: Array, seen: Array | None) -> Array:
         """f32[B, V], the distribution that `choose` draws from at any level."""

@@ -268,7 +268,7 @@ class CopyDrafter(draft.Memoryless):
 
         block = state.tokens, places, causal
         start, itself = draft.Start(logits_of(last), last), lambda index: index
-        rank = ranking.rank_for(sampler, self.tree, self.vocab_size)
+        rank = ranking.rank_for(sampler, self.tree)
         if self.tree.kind == "dynamic":
             return draft.draft_dynamic(step, block, start, root, itself, self.tree, rank), state
         choices = draft.static_choices(self.tree, self.vocab_size)

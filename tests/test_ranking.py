@@ -72,7 +72,7 @@ def test_scores_are_numpys(beta):
     random = np.random.default_rng(0)
     seen = random.random((ROWS, VOCAB)) < 0.3
     sampler = sampler_of(CONFIGS, seen=jnp.asarray(seen))
-    rank = ranking.rank_for(sampler, ej.TreeConfig(), VOCAB, jnp.asarray(VOCABULARY), beta=beta)
+    rank = ranking.rank_for(sampler, ej.TreeConfig(), jnp.asarray(VOCABULARY), beta=beta)
     logits = (random.normal(size=(ROWS, 3, len(VOCABULARY))) * 2).astype(np.float32)
     for level, given in ((0, logits[:, 0]), (2, logits)):
         found = np.asarray(rank(jnp.asarray(given), level))
@@ -87,15 +87,15 @@ def test_scores_are_numpys(beta):
 def test_what_filters_drop_comes_last():
     """With one token left the draft's second best is still the second guess: the target's best may be that one."""
     config = ej.SamplingConfig(temperature=1.0, top_k=1)
-    rank = ranking.rank_for(sampler_of([config] * 40), ej.TreeConfig(), VOCAB)
+    rank = ranking.rank_for(sampler_of([config] * 40), ej.TreeConfig())
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(40, VOCAB)), jnp.float32)
     np.testing.assert_array_equal(jnp.argsort(-rank(logits, 0)), jnp.argsort(-logits))
 
 
 def test_plain_ranking_by_option_and_without_noise():
     plain = ej.TreeConfig(common_random_numbers=False)
-    assert ranking.rank_for(sampler_of(CONFIGS), plain, VOCAB) is ranking.by_probability
-    assert ranking.rank_for(greedy_sampler(2), ej.TreeConfig(), 16) is ranking.by_probability
+    assert ranking.rank_for(sampler_of(CONFIGS), plain) is ranking.by_probability
+    assert ranking.rank_for(greedy_sampler(2), ej.TreeConfig()) is ranking.by_probability
 
 
 @pytest.mark.parametrize("candidates", [1, 5, 10])
@@ -126,10 +126,10 @@ def test_more_of_what_the_target_draws_is_among_four_children():
     q = p + 0.4 * random.normal(size=p.shape).astype(np.float32)
     sampler = sampler_of([ej.SamplingConfig(temperature=1.0)] * rows, vocab)
     drawn = np.asarray(sampler.choose(jnp.asarray(p), 0, None))
-    noise = np.asarray(sampler.noise(0, vocab))
+    noise = np.asarray(sampler.noise(0, jnp.arange(vocab)))
 
     def children(config):
-        return np.asarray(jax.lax.top_k(ranking.rank_for(sampler, config, vocab)(jnp.asarray(q), 0), 4)[1])
+        return np.asarray(jax.lax.top_k(ranking.rank_for(sampler, config)(jnp.asarray(q), 0), 4)[1])
 
     def slow(values):
         return np.argsort(-values, axis=1, kind="stable")[:, :4]
@@ -164,7 +164,7 @@ def markov_tree(table, sampler, *, tree, beta=1.0):
         return carry, table[row, frontier.tokens], frontier.features
 
     start, root = draft.Start(table[:, 0], jnp.zeros((batch, 1))), jnp.zeros((batch,), jnp.int32)
-    rank = ranking.rank_for(sampler, tree, vocab, beta=beta)
+    rank = ranking.rank_for(sampler, tree, beta=beta)
     if tree.kind == "dynamic":
         return draft.draft_dynamic(step, (), start, root, lambda index: index, tree, rank)
     choices = draft.static_choices(tree, vocab)

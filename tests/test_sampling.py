@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +27,29 @@ import eagle_jax as ej
 from eagle_jax import sampling
 
 FILTERS = {"top_k": 5, "top_p": 0.9}
+
+
+# --- The noise --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for():
+    keys, index, vocab = sampling.row_keys(7, 3), jnp.asarray([0, 5, 70_000]), 5000
+    whole = np.asarray(sampling.gumbel_noise(keys, index, jnp.arange(vocab)))
+    some = np.random.default_rng(0).choice(vocab, 301, replace=False)
+    np.testing.assert_array_equal(sampling.gumbel_noise(keys, index, jnp.asarray(some)), whole[:, some])
+    with jax.threefry_partitionable(True):
+        for row in range(3):
+            wanted = jax.random.gumbel(jax.random.fold_in(keys[row], index[row]), (vocab,))
+            np.testing.assert_array_equal(whole[row], wanted)
+
+
+def test_no_setting_of_jax_changes_the_noise():
+    def noise():
+        return np.asarray(sampling.gumbel_noise(sampling.row_keys([3, 4], 2), jnp.asarray([1, 2]), jnp.arange(100)))
+
+    usual = noise()
+    with jax.default_prng_impl("rbg"), jax.threefry_partitionable(False):
+        np.testing.assert_array_equal(noise(), usual)
 
 
 # --- The law ----------------------------------------------------------------------------------------------------------
@@ -142,7 +166,7 @@ def test_D1_processors_with_noise_are_a_reference_loops(target, done):
     for row, (config, rows) in enumerate(zip(ROWS, rescored(target, done), strict=True)):
         tokens = list(PROMPTS[row])
         index = jnp.arange(len(tokens), len(tokens) + NEW)
-        noise = np.asarray(sampling.gumbel_noise(jnp.repeat(keys[row : row + 1], NEW), index, 16))
+        noise = np.asarray(sampling.gumbel_noise(jnp.repeat(keys[row : row + 1], NEW), index, jnp.arange(16)))
         for logits, gumbel, token in zip(rows, noise, done[row].token_ids, strict=True):
             scores = reference_penalty(logits, tokens, config.repetition_penalty)
             if config.temperature > 0:
