@@ -6,7 +6,6 @@ weights are PyTorch's pickles, load where PyTorch is installed.
 
 import dataclasses
 import json
-import os
 from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
@@ -22,6 +21,7 @@ from eagle_jax import layers
 from eagle_jax.config import HeadConfig, MedusaConfig, RopeScaling
 from eagle_jax.convert import Table, build, tensor_for, transposed, unchanged
 from eagle_jax.families import FAMILIES, model_fields
+from eagle_jax.files import replacing
 from eagle_jax.head import Head, check_fit, frozen_ends
 from eagle_jax.medusa import Medusa, model_for
 from eagle_jax.repository import CONFIG, find_repository
@@ -61,28 +61,17 @@ def save_head(head: Head | Medusa, directory: str | Path, *, dtype: layers.Dtype
     fields = {"architectures": [ARCHITECTURE if isinstance(head, Head) else MEDUSA]} | dataclasses.asdict(head.config)
     if isinstance(head, Head):
         fields["bias"] = head.config.fc_bias
-    # Under names of their own, which the next one overwrites should a kill leave them.
-    partial = {name: directory / f"{name}.partial" for name in (WEIGHTS, CONFIG)}
-    try:
-        save_file(tensors, partial[WEIGHTS])
-        partial[CONFIG].write_text(json.dumps(fields, indent=2) + "\n")
-        for name, path in partial.items():
-            os.replace(path, directory / name)
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+    with replacing(directory / CONFIG) as described, replacing(directory / WEIGHTS) as weights:
+        save_file(tensors, weights)
+        described.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def save_beta(directory: str | Path, beta: float) -> None:
     """Writes a fitted `ranking_beta` into the configuration of a head's directory; the weights stay as they are."""
     path = Path(directory) / CONFIG
     fields = read_json(path) | {"ranking_beta": beta}
-    partial = path.with_name(f"{CONFIG}.partial")
-    try:
-        partial.write_text(json.dumps(fields, indent=2) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def load_head(

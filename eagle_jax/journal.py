@@ -8,12 +8,12 @@ leaves does not depend on where it was interrupted.
 import collections
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle_jax.data import Message
+from eagle_jax.files import replacing
 
 DUPLICATE = "duplicate"
 
@@ -84,7 +84,8 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self._options, json.dumps(self._made_with, indent=1).encode() + b"\n")
+        with replacing(self._options) as scratch:
+            scratch.write_text(json.dumps(self._made_with, indent=1) + "\n")
         self._file, self._drops = open(self._path, "ab"), open(self._reasons, "ab")
         # A line that a kill cut in half is as if it had never been begun.
         self._file.truncate(self._end)
@@ -128,7 +129,8 @@ class Journal:
     def _tidy(self) -> None:
         """Leaves out what turned out to be a duplicate, and puts the rest in order."""
         lines = {json.loads(line)["id"]: line for line in _whole_lines(self._path)[0]}
-        _replace(self._path, b"".join(lines[name] + b"\n" for name in sorted(self._kept, key=self._order)))
+        with replacing(self._path) as scratch:
+            scratch.write_bytes(b"".join(lines[name] + b"\n" for name in sorted(self._kept, key=self._order)))
 
     def _check_options(self) -> None:
         if not self._options.exists():
@@ -150,13 +152,3 @@ def _whole_lines(path: Path) -> tuple[list[bytes], int]:
     text = path.read_bytes() if path.exists() else b""
     end = text.rfind(b"\n") + 1
     return text[:end].split(b"\n")[:-1], end
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file such that it is there whole, as it was or as it is to be."""
-    draft = path.with_name(path.name + ".part")
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

@@ -8,7 +8,6 @@ import csv
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from eagle_jax.figures import figures, round_figures
+from eagle_jax.files import replacing
 from eagle_jax.measure import Sample
 from eagle_jax.round_times import RoundTimes
 
@@ -195,9 +195,8 @@ def accuracy_line(file: str, found: Mapping[str, float]) -> str:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replaces the file at once, so that a reader never sees half of one; numbers that are none become null."""
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

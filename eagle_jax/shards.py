@@ -10,15 +10,16 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from eagle_jax.data import Row
+from eagle_jax.files import replacing
 
 MANIFEST = "manifest.json"
 KeptDtype = Literal["float16", "bfloat16"]
@@ -146,13 +147,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     # Under the process's number until it is whole, for several may write it at the same time.
-    unfinished = directory / f"{MANIFEST}.{os.getpid()}.partial"
-    _write(directory / MANIFEST, unfinished, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
+    with _whole(directory / MANIFEST, f".{os.getpid()}.partial") as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def write_shard(shard: Shard, features: np.ndarray) -> None:
     """Stores the features of a shard's rows; a disk that takes no more leaves nothing behind."""
-    _write(shard.path, shard.path.with_suffix(".partial"), partial(_save_array, features))
+    with _whole(shard.path) as file:
+        _save_array(features, file)
 
 
 def _save_array(array: np.ndarray, file: Any) -> None:
@@ -160,14 +162,11 @@ def _save_array(array: np.ndarray, file: Any) -> None:
     file.write(array.data)  # unlike np.save, this says why a disk took no more
 
 
-def _write(path: Path, unfinished: Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file that has its name only once it is whole and on the disk, and another one until then."""
+@contextmanager
+def _whole(path: Path, suffix: str = ".partial") -> Iterator[BinaryIO]:
+    """A file to write that is at `path` once it is whole; errors name that."""
     try:
-        with open(unfinished, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        with replacing(path, suffix) as scratch, open(scratch, "wb") as file:
+            yield file
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written ({error.strerror or error})") from error

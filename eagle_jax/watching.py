@@ -23,6 +23,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from eagle_jax.files import replacing
+
 LOG = "log.jsonl"
 SPEED_STEPS = 50  # that the shown speed is over
 LOSSES = ("loss", "regression", "cross_entropy")
@@ -202,9 +204,8 @@ def cut_log(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             break
         kept.append(line)
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_bytes(b"".join(kept))
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        scratch.write_bytes(b"".join(kept))
 
 
 def _plain(record: Mapping[str, float]) -> dict[str, float | None]:

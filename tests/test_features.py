@@ -236,7 +236,7 @@ def test_a_run_killed_while_it_wrote_a_shard_loses_that_one_only(tmp_path, targe
     done = subprocess.run([sys.executable, "-c", KILL, tmp_path / "a b"], env=environment)
     assert done.returncode == -signal.SIGKILL
     left = sorted(path.name for path in (tmp_path / "a b").iterdir())
-    assert left == ["manifest.json", "shard-00000.npy", "shard-00001.npy", "shard-00002.partial"]
+    assert left == ["manifest.json", "shard-00000.npy", "shard-00001.npy", "shard-00002.npy.partial"]
     layout = make(tmp_path / "a b", target, some_rows())
     assert not layout.missing() and not list((tmp_path / "a b").glob("*.partial"))
 

@@ -16,7 +16,7 @@ LAYERS = [
     {"completion", "lookahead", "lookup", "rest"},
     {"generation", "training"},
     {"conversation", "pool", "viz"},
-    {"gguf_reader", "families", "weights"},
+    {"gguf_reader", "families", "files", "weights"},
     {"tokenizers", "embedded", "conversations"},
     {"data", "convert"},
     {"pipeline", "shards", "gguf_file", "repository"},
