@@ -30,7 +30,7 @@ tree or --tree.choices. lookup (in the text itself), rest (in a --datastore) and
 weights, ids and number of threads. Its waiting threads sleep (OMP_WAIT_POLICY=PASSIVE) unless the environment says
 otherwise: spinning ones are slow on cores that others use.
 
---output keeps `bench.json` up to date after every prompt, so that Ctrl-C loses nothing.
+--output keeps `bench.json` up to date after every group of prompts, so that Ctrl-C loses no more than one.
 """
 
 import dataclasses
@@ -48,6 +48,17 @@ import eagle_jax as ej
 from eagle_jax import generation, measure, peers, report, round_times
 from eagle_jax.data import read_questions
 from eagle_jax.script import require, run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a method leaves open of its trees; see `TreeConfig`."""
+
+    nodes: int = ej.TreeConfig.nodes
+    depth: int = ej.TreeConfig.depth
+    top_k: int = ej.TreeConfig.top_k
+    choices: tuple[tuple[int, ...], ...] | None = None  # of static trees
+    common_random_numbers: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +84,7 @@ class Options:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    tree: ej.TreeConfig = ej.TreeConfig()  # nodes, depth, top_k and choices; kind and children are the method's
+    tree: Shape = Shape()
     lookup: ej.PromptLookup = ej.PromptLookup()
     lookahead: ej.Lookahead = ej.Lookahead()
     datastore: Path | None = None  # for rest; train/build_datastore.py makes one
@@ -109,6 +120,11 @@ class Options:
         if self.peer is not None:
             peers.require_torch()
         self.samplings()  # refuses what makes no sense
+        trees = [tree_for(self.tree, METHODS[name]) for name in self.methods]
+        require(
+            self.tree.choices is None or any(tree.kind == "static" for tree in trees),
+            f"tree.choices shape static trees, but none of {', '.join(self.methods)} drafts one; leave them out.",
+        )
 
     def samplings(self) -> list[ej.SamplingConfig]:
         shared = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
@@ -183,20 +199,23 @@ def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfi
     return found
 
 
-def tree_for(tree: ej.TreeConfig, method: Method) -> ej.TreeConfig:
+def tree_for(shape: Shape, method: Method) -> ej.TreeConfig:
     own: dict[str, Any] = {"kind": method.kind, "children": method.children}
-    return dataclasses.replace(
-        tree,
-        choices=tree.choices if method.kind == "static" else None,
-        common_random_numbers=tree.common_random_numbers and method.common_random_numbers,
+    if method.kind == "static":
+        own["choices"] = shape.choices
+    return ej.TreeConfig(
+        nodes=shape.nodes,
+        depth=shape.depth,
+        top_k=shape.top_k,
+        common_random_numbers=shape.common_random_numbers and method.common_random_numbers,
         **own,
     )
 
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:
     """What every figure was measured with."""
-    names = ("target", "head", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-    fields = {name: getattr(options, name) for name in (*names, "batch", "repeats", "rounds_timed")}
+    names = ("target", "head", "limit", "raw", "seed", "top_k", "top_p", "min_p", "repetition_penalty")
+    fields = {name: getattr(options, name) for name in (*names, "max_new_tokens", "batch", "repeats", "rounds_timed")}
     own = {"speculative": "draft_model", "first-layers": "first_layers"}
     fields |= {name: getattr(options, name) for method, name in own.items() if method in options.methods}
     used = {
@@ -206,7 +225,7 @@ def about(options: Options, target: ej.Target) -> dict[str, Any]:
         "rest": options.datastore,
     }
     fields |= {name: str(value) for name, value in used.items() if name in options.methods}
-    fields |= {"dtype": str(target.dtype), "machine": measure.machine()}
+    fields |= {"tree": str(options.tree), "dtype": str(target.dtype), "machine": measure.machine()}
     return fields | ({"peer": peers.about()} if options.peer else {})
 
 

@@ -3,8 +3,8 @@
     make demo        # or: python decode/demo.py
 
 Fetches the embedded model once (98 MB). Expect the same text twice, fewer rounds with EAGLE-2, and both speeds. On a
-CPU a forward pass over a tree costs several plain steps, so that EAGLE-2 may well be the slower of the two there; on an
-accelerator, where a pass costs the same for one token or for sixty, rounds are what counts.
+CPU a forward pass over a tree costs several plain steps, so that EAGLE-2 may well be the slower of the two there; where
+a pass costs the same for one token or for sixty, rounds are what counts.
 """
 
 import dataclasses

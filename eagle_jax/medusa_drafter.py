@@ -4,7 +4,7 @@ The heads (`medusa.py`) know nothing of each other's guesses. Their drafts are v
 is the target's own. The original's typical acceptance (arXiv 2401.10774, section 2.3.1), which takes what is merely
 likely, changes the text and is left out.
 
-B batch rows, N nodes, D levels, E hidden size, W draft vocabulary, K heads (the frontier's width is M here).
+B batch rows, N nodes, D levels, E hidden size, W draft vocabulary, K heads.
 """
 
 import dataclasses

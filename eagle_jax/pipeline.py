@@ -9,6 +9,7 @@ R rows of a batch, over all processes; A pieces of an accumulated batch; B rows 
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 NO_ROW = -1
 GROWTH = 1.25  # of a bucket over the last: each costs a compilation, and a row's padding is below a quarter of it
+
+
+def require_grain() -> None:
+    """Raises RuntimeError where grain, which reads batches ahead, is not installed."""
+    if importlib.util.find_spec("grain") is None:
+        raise RuntimeError('grain reads batches ahead, but is not installed; pip install "eagle_jax[train]".')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

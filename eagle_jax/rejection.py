@@ -8,7 +8,7 @@ appendix A.1; several: SpecInfer, arXiv 2305.09781, section 4.3).
 That takes draws that are independent of all that was drawn for other tokens, and shapes that no draw has a say in: keys
 are folded from what they are for and the token's absolute index, and trees are static.
 
-B batch rows, N nodes, V vocabulary.
+B batch rows, N nodes, V vocabulary, W draft vocabulary.
 """
 
 import jax

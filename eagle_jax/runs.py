@@ -1,7 +1,7 @@
 """A training run's directory: steps to go on from, and beside them the head as it decodes.
 
     OUTPUT/steps/200/         one step: head, optimizer, step and key (`state`), and what they belong to (`about`)
-    OUTPUT/model.safetensors  with config.json: the best head so far, else the latest; `load_head(OUTPUT)` takes it
+    OUTPUT/model.safetensors  with config.json: the best head so far, else the latest; `load_head` takes OUTPUT
 
 A step is copied to the host at once and written in the background. It gets its name when it is whole, so a kill leaves
 either a step or none. What a kill costs is what was trained since the last whole step: the interval between two, and

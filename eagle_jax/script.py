@@ -7,16 +7,43 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+Paths = tuple[tuple[int, ...], ...]
 Options = TypeVar("Options")
 
 
 def run(main: Callable[[Options], None], options: type[Options], description: str | None) -> None:
     """Parses `options`, a dataclass that refuses senseless values when it is made, and hands them to `main`."""
     try:
-        main(tyro.cli(options, description=description))
+        main(tyro.cli(options, description=description, registry=_registry()))
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
+
+
+def _registry() -> ConstructorRegistry:
+    """How a tree's paths are given: `0 1 0.0 0.1`, each a path, its ranks between dots."""
+
+    def read(words: list[str]) -> Paths:
+        return tuple(tuple(int(rank) for rank in word.split(".")) for word in words)
+
+    def write(paths: Paths) -> list[str]:
+        return [".".join(map(str, path)) for path in paths]
+
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Paths] | None:
+        if info.type != Paths:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="RANK[.RANK...] ...",
+            instance_from_str=read,
+            is_instance=lambda found: isinstance(found, tuple) and all(isinstance(path, tuple) for path in found),
+            str_from_instance=write,
+        )
+
+    registry = ConstructorRegistry()
+    registry.primitive_rule(rule)
+    return registry
 
 
 def require(condition: bool, message: str) -> None:

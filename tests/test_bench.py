@@ -438,6 +438,7 @@ FAMILIES = {
     "Mistral": {"sliding_window": 5, "head_dim": 10, "rope_theta": 500.0},
     "Qwen2": {"attention_bias": True, "attention_output_bias": False, "tie_word_embeddings": True},
     "Qwen3": {"qk_norm": True, "sliding_window": 5, "layer_types": ("full_attention", "sliding_attention")},
+    "Mixtral": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     "yarn": {"rope_scaling": YARN},
 }
 
@@ -467,6 +468,8 @@ def test_a_peer_has_the_targets_weights(family):
 def test_no_peer_for_a_mixture_that_transformers_lacks():
     with pytest.raises(ValueError, match="no class for this target's mixture"):
         peers.peer_config(tiny_config(qk_norm=True, mlp_bias=True))
+    with pytest.raises(ValueError, match="no class for this target's mixture"):
+        peers.peer_config(tiny_config(qk_norm=True, num_local_experts=4, num_experts_per_tok=2))
     with pytest.raises(ValueError, match="rope type is 'factors'"):
         peers.peer_config(tiny_config(rope_scaling=RopeScaling(rope_type="factors", factors=(2.0,) * 8)))
 

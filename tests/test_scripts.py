@@ -1,6 +1,7 @@
 """Bad input to a script: one sentence, a non-zero exit, and nothing loaded before the options are checked."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from engine_rig import Letters, make_target
 from rig import tiny_config, tiny_target, word_tokenizer
 
 import eagle_jax as ej
-from eagle_jax import data, features, loading, sharding
+from eagle_jax import data, features, loading, script, sharding
 from eagle_jax.pool import RowPool
 
 ROOT = Path(__file__).parent.parent
@@ -158,11 +159,44 @@ def test_compare_refuses(refusal, tmp_path, arguments, message):
         (["--tree.nodes", "0"], "TreeConfig.nodes is 0"),
         (["--methods", "speculative"], "name it with --draft-model"),
         (["--batch", "2", "--peer", "transformers"], "batch is 2; a peer decodes 1 prompt at a time"),
+        (["--methods", "static", "--tree.choices", "0.1"], "TreeConfig.choices holds (0, 1) without its parent (0,)"),
+        (["--methods", "dynamic", "chain", "--tree.choices", "0"], "none of dynamic, chain drafts one"),
+        (["--tree.kind", "chain"], "tree.kind"),  # it is the method's
     ],
 )
 def test_bench_refuses(refusal, tmp_path, arguments, message):
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n')
     assert message in refusal("decode/bench.py", "--prompts", tmp_path / "prompts.jsonl", *arguments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trees:
+    tree: ej.TreeConfig = ej.TreeConfig()
+
+
+def test_paths_of_a_tree_are_given_with_dots(monkeypatch, capsys):
+    def options(*arguments):
+        monkeypatch.setattr(sys, "argv", ["script", *arguments])
+        found = []
+        script.run(found.append, Trees, None)
+        return found[0].tree
+
+    choices = ((0,), (1,), (0, 0), (0, 2), (0, 0, 12))
+    given = options("--tree.kind", "static", "--tree.choices", "0", "1", "0.0", "0.2", "0.0.12")
+    assert given == ej.TreeConfig(kind="static", choices=choices)
+    assert options() == ej.TreeConfig()
+    with pytest.raises(SystemExit):
+        options("--tree.kind", "static", "--tree.choices", "0,1")
+    assert "0,1" in capsys.readouterr().err
+
+
+def test_training_says_what_to_install(refusal, monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "grain" else found(name, *rest)
+    )
+    said = refusal("train/train_head.py", "--data", tmp_path / "chats.jsonl", "--output", tmp_path / "head")
+    assert 'pip install "eagle_jax[train]"' in said
 
 
 def test_bench_overwrites_nothing(refusal, tmp_path):

@@ -7,7 +7,7 @@ Above temperature 0 a draft's children are ranked with the noise that the target
 paths against each other (eagle_jax/ranking.py). The target writes on from the prompts, and beta is the value under
 which its choices are likeliest. It goes into the head's config.json as `ranking_beta`; the weights stay as they are. A
 head that is close to its target has a large beta, one that is not a small one. Takes about as long as decoding the
-prompts does, and half as long again.
+prompts does, and half as long again. Fit it when training is over: what a run saves later is a head without it.
 """
 
 import dataclasses

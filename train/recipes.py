@@ -124,7 +124,7 @@ EMBEDDED_DATA = (
     "python train/make_features.py --data chats.jsonl --output features",
 )
 EMBEDDED_SHARED = (
-    "--data chats.jsonl --features features --held-out 0.04 --recipe.optimizer muon --recipe.warmup-steps 10"
+    "--data chats.jsonl --features features --held-out 0.0365 --recipe.optimizer muon --recipe.warmup-steps 10"
 )
 EMBEDDED_RUNS = (
     "--output runs/1 --recipe.steps 1800 --recipe.learning-rate 1e-3",
@@ -245,7 +245,7 @@ schedule of their own.)
 {embedded}
 ```
 
-On a GPU `train/embedded_on_gpu.sh` does all of it in one command.
+`train/embedded_on_gpu.sh` writes conversations and trains such a head on a GPU in one command, by a recipe of its own.
 """
 
 

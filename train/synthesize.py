@@ -6,14 +6,14 @@
 
 Prompts: one `{"prompt": "..."}`, `{"turns": ["...", ...]}` or `{"messages": [...]}` a line. From nothing: the user's
 turn is sampled from what the chat template puts before one. --rows conversations are written at once, and a row whose
-text has ended begins the next one: 256 to 1024 on a GPU (and --head, where one is there: the text is the same, sooner),
-16 to 64 on a CPU.
+text has ended begins the next one: 256 to 1024 on a GPU, 16 to 64 on a CPU. With --head the text is the same, in fewer
+rounds.
 
 A line of the output is `{"id", "messages", "temperature", "finished", "source", "seed"}`; `finished: false` is an
-answer cut at --max-new-tokens. Dropped: exact duplicates, loops, texts that share 13 words in a row with a file to
---exclude (a shorter text of it only if it is the same), and with --drop-unfinished those. The same command goes on
-where it was interrupted or killed, also with a higher --limit or --from-nothing. Expect some 90 tokens/s of
-smollm2-135m on two CPU cores that others use too.
+answer cut at --max-new-tokens or --max-length. Dropped: exact duplicates, loops, texts that share 13 words in a row
+with a file to --exclude (a shorter text of it only if it is the same), and with --drop-unfinished those. The same
+command goes on where it was interrupted or killed, also with a higher --limit or --from-nothing. Expect 90 (32 rows) to
+150 (64) tokens/s of smollm2-135m on two CPU cores that others use too.
 """
 
 import dataclasses

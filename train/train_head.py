@@ -32,7 +32,7 @@ from eagle_jax.conversations import before_answer
 from eagle_jax.data import Row, Turns
 from eagle_jax.head import Head, frozen_ends
 from eagle_jax.medusa import Medusa
-from eagle_jax.pipeline import BatchConfig, Pipeline
+from eagle_jax.pipeline import BatchConfig, Pipeline, require_grain
 from eagle_jax.runs import Run
 from eagle_jax.script import require, run
 from eagle_jax.target import features_of
@@ -112,6 +112,7 @@ class Options:
             self.kind == "eagle" or self.tree.children == "best",
             f"tree.children is {self.tree.children!r}, which is for --kind eagle; leave it out.",
         )
+        require_grain()
         if not (self.output / "steps").is_dir():
             path = self.output / checkpoint.WEIGHTS
             require(not path.exists(), f"{path} is there already, but no steps to go on from; give another directory.")
