@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.random import threefry_2x32
 
 from eagle_jax.config import SamplingConfig
 
@@ -124,12 +125,12 @@ def gumbel_noise(keys: Array, index: Array, tokens: Array) -> Array:
     Each number is a function of (row key, index, token), so that a drafter pays for the tokens it drafts only. Over
     the whole vocabulary it is what `jax.random.gumbel` gives (under Threefry, partitionable, JAX's default).
     """
+    counters = jnp.concatenate([jnp.zeros_like(tokens), tokens]).astype(jnp.uint32)  # high words, low words
 
     def of_row(key: Array, at: Array) -> Array:
-        hashed = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, at), tokens)
-        words = jax.random.key_data(hashed)
+        high, low = jnp.split(threefry_2x32(jax.random.key_data(jax.random.fold_in(key, at)), counters), 2)
         # 23 bits as the mantissa of a number in [1, 2).
-        bits = (words[:, 0] ^ words[:, 1]) >> 9 | jnp.uint32(0x3F800000)
+        bits = (high ^ low) >> 9 | jnp.uint32(0x3F800000)
         uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - 1
         return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
