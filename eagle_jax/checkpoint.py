@@ -61,6 +61,7 @@ def save_head(head: Head | Medusa, directory: str | Path, *, dtype: layers.Dtype
     fields = {"architectures": [ARCHITECTURE if isinstance(head, Head) else MEDUSA]} | dataclasses.asdict(head.config)
     if isinstance(head, Head):
         fields["bias"] = head.config.fc_bias
+    # Two names cannot change at once; a run that was killed in between writes both again when it is gone on with.
     with replacing(directory / CONFIG) as described, replacing(directory / WEIGHTS) as weights:
         save_file(tensors, weights)
         described.write_text(json.dumps(fields, indent=2) + "\n")

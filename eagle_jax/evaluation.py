@@ -248,6 +248,7 @@ def accuracy(
     of_target = nnx.split(target.model)
     pipeline = Pipeline(rows, BatchConfig(tokens_per_batch=tokens_per_batch))
     parts = []
+    # Without threads: reading ahead takes grain, which only training is worth.
     for batch in pipeline.batches(0, pipeline.order.steps_per_epoch, threads=0):
         batch = batch._replace(features=features_of(*of_target, batch.tokens))
         parts.append(training.evaluate_step(params, head.ends, batch, graphdef=graphdef))

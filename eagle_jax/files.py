@@ -20,5 +20,6 @@ def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
-    finally:
+    except BaseException:  # an interruption, too
         scratch.unlink(missing_ok=True)
+        raise

@@ -123,7 +123,8 @@ def gumbel_noise(keys: Array, index: Array, tokens: Array) -> Array:
     """The noise of tokens i32[W] as the one at absolute `index` i32[B] of each row: f32[B, W].
 
     Each number is a function of (row key, index, token), so that a drafter pays for the tokens it drafts only. Over
-    the whole vocabulary it is what `jax.random.gumbel` gives (under Threefry, partitionable, JAX's default).
+    the whole vocabulary it is what `jax.random.gumbel` gives (under Threefry, partitionable, JAX's default). Keys are
+    Threefry's, as `row_keys` makes them.
     """
     counters = jnp.concatenate([jnp.zeros_like(tokens), tokens]).astype(jnp.uint32)  # high words, low words
 
@@ -182,7 +183,7 @@ def log_probabilities(
 
 def row_keys(seed: int | Sequence[int], rows: int) -> Array:
     """key[B]. An int: row i uses fold_in(key(seed), i). A list: row i uses fold_in(key(seed_i), 0), as if alone."""
-    # Named, so that no setting of JAX's changes the texts.
+    # Named, so that a text does not depend on JAX's default generator.
     make = partial(jax.random.key, impl="threefry2x32")
     if isinstance(seed, int):
         key = make(seed)

@@ -157,14 +157,14 @@ def write_shard(shard: Shard, features: np.ndarray) -> None:
         _save_array(features, file)
 
 
-def _save_array(array: np.ndarray, file: Any) -> None:
+def _save_array(array: np.ndarray, file: BinaryIO) -> None:
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.data)  # unlike np.save, this says why a disk took no more
 
 
 @contextmanager
 def _whole(path: Path, suffix: str = ".partial") -> Iterator[BinaryIO]:
-    """A file to write that is at `path` once it is whole; errors name that."""
+    """A file to write that is at `path` once it is whole; an error names `path`."""
     try:
         with replacing(path, suffix) as scratch, open(scratch, "wb") as file:
             yield file

@@ -43,7 +43,7 @@ def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for():
             np.testing.assert_array_equal(whole[row], wanted)
 
 
-def test_no_setting_of_jax_changes_the_noise():
+def test_the_noise_does_not_depend_on_the_default_generator_nor_on_how_jax_splits_it():
     def noise():
         return np.asarray(sampling.gumbel_noise(sampling.row_keys([3, 4], 2), jnp.asarray([1, 2]), jnp.arange(100)))
 

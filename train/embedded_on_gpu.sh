@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The embedded model's head from nothing on one GPU: the target writes conversations, a head is trained on them, evaluated
-# and left in the output directory. Meant for under nine minutes and some 10 million tokens on an H200; not measured yet.
+# and left in the output directory. Meant for under ten minutes and some 10 million tokens on an H200; not measured yet.
 #
 #   split -n 2 ~/.cache/eagle_jax/smollm2-135m.gguf runs/smollm2.    # two halves, for where 60 MB at a time can travel
 #   bash train/embedded_on_gpu.sh --model "runs/smollm2.aa runs/smollm2.ab" --prompts prompts.jsonl \
@@ -52,15 +52,16 @@ if [[ -n "$model" ]]; then
 fi
 
 echo "== writing"
-# Interrupted in an orderly way when its time is over: what is written by then is whole.
+# Interrupted in an orderly way when its time is over, and killed where a shell has it ignore that.
 # shellcheck disable=SC2086
 timeout --signal=INT --kill-after=30 "$writing" "$python" "$root/train/synthesize.py" --output "$output/chats.jsonl" \
   --prompts "$prompts" --limit "$asked" --from-nothing "$invented" --exclude $evaluate \
   --rows "$rows" --max-new-tokens "$words" --temperatures 0 0.7 1 || (($? == 124 || $? == 130 || $? == 137))
+[[ -z "$(tail -c 1 "$output/chats.jsonl")" ]] || sed -i '$d' "$output/chats.jsonl" # a line that a kill cut short
 wc -l "$output/chats.jsonl"
 
 echo "== training"
-# Where a shell has it ignore interruptions it is killed instead, and its last whole save is what is evaluated.
+# Of a run that is killed its last whole save is what is evaluated.
 timeout --signal=INT --kill-after=30 "$training_time" "$python" "$root/train/train_head.py" --data "$output/chats.jsonl" \
   --output "$output/head" --online --tokens-per-batch "$batch" --evaluate-every "$((steps / 3))" --save-every "$((steps / 6))" \
   --log-every "$((steps / 6))" --recipe.steps "$steps" --recipe.unroll 3 --recipe.optimizer muon \
@@ -68,4 +69,5 @@ timeout --signal=INT --kill-after=30 "$training_time" "$python" "$root/train/tra
 
 echo "== evaluating"
 # shellcheck disable=SC2086
-timeout "$evaluating" "$python" "$root/train/evaluate.py" --head "$output/head" --prompts $evaluate --output "$output/evaluation.json" $pick
+timeout --kill-after=30 "$evaluating" "$python" "$root/train/evaluate.py" --head "$output/head" --prompts $evaluate --output "$output/evaluation.json" $pick ||
+  { (($? == 124 || $? == 137)) && echo "no evaluation within $evaluating s"; }
