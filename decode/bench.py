@@ -47,7 +47,7 @@ from rich.progress import track
 import eagle_jax as ej
 from eagle_jax import generation, measure, peers, report, round_times
 from eagle_jax.data import read_questions
-from eagle_jax.script import require, run
+from eagle_jax.script import Paths, require, run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Shape:
     nodes: int = ej.TreeConfig.nodes
     depth: int = ej.TreeConfig.depth
     top_k: int = ej.TreeConfig.top_k
-    choices: tuple[tuple[int, ...], ...] | None = None  # of static trees
-    common_random_numbers: bool = True
+    choices: Paths | None = ej.TreeConfig.choices  # of static trees
+    common_random_numbers: bool = ej.TreeConfig.common_random_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,16 +200,13 @@ def ways_for(options: Options, target: ej.Target) -> list[tuple[ej.SamplingConfi
 
 
 def tree_for(shape: Shape, method: Method) -> ej.TreeConfig:
-    own: dict[str, Any] = {"kind": method.kind, "children": method.children}
-    if method.kind == "static":
-        own["choices"] = shape.choices
-    return ej.TreeConfig(
-        nodes=shape.nodes,
-        depth=shape.depth,
-        top_k=shape.top_k,
-        common_random_numbers=shape.common_random_numbers and method.common_random_numbers,
-        **own,
-    )
+    own = {
+        "kind": method.kind,
+        "children": method.children,
+        "choices": shape.choices if method.kind == "static" else None,
+        "common_random_numbers": shape.common_random_numbers and method.common_random_numbers,
+    }
+    return ej.TreeConfig(**vars(shape) | own)
 
 
 def about(options: Options, target: ej.Target) -> dict[str, Any]:

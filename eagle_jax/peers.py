@@ -121,19 +121,18 @@ def peer_config(config: ModelConfig) -> tuple[str, Any]:
         "sliding_window": config.sliding_window,
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
     }
-    simple = not config.qk_norm and not any(biased) and not config.mlp_bias and config.layer_types is None
-    if config.num_local_experts is not None:
-        experts = {name: getattr(config, name) for name in ("num_local_experts", "num_experts_per_tok")}
-        name, own = "Mixtral" if simple else None, experts | {"sliding_window": config.sliding_window}
-    elif config.qk_norm and len(set(biased)) == 1 and not config.mlp_bias:
+    dense = config.num_local_experts is None
+    if dense and config.qk_norm and len(set(biased)) == 1 and not config.mlp_bias:
         name, own = "Qwen3", windows | {"attention_bias": config.attention_bias}
-    elif not config.qk_norm and biased == (True, False) and not config.mlp_bias:
+    elif dense and not config.qk_norm and biased == (True, False) and not config.mlp_bias:
         name, own = "Qwen2", windows
-    elif not config.qk_norm and len(set(biased)) == 1 and config.sliding_window is None:
+    elif dense and not config.qk_norm and len(set(biased)) == 1 and config.sliding_window is None:
         name, own = "Llama", {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    elif not config.qk_norm and not any(biased) and not config.mlp_bias and config.layer_types is None:
+        name, own = "Mistral" if dense else "Mixtral", {"sliding_window": config.sliding_window}
+        if not dense:
+            own |= {field: getattr(config, field) for field in ("num_local_experts", "num_experts_per_tok")}
     else:
-        name, own = "Mistral" if simple else None, {"sliding_window": config.sliding_window}
-    if name is None:
         raise ValueError("transformers has no class for this target's mixture of biases, norms, windows and experts.")
     return name, getattr(transformers, name + "Config")(**fields, **own)
 

@@ -147,7 +147,7 @@ def nodes_of(
     likely = np.zeros((len(texts), tree.depth, width - 1, len(betas)), np.float32)
     hit = np.zeros(likely.shape[:-1], bool)
     keys = sampling.row_keys(list(seeds), len(texts))
-    drafted = jnp.arange(target.config.vocab_size) if head.ends.vocabulary is None else head.ends.vocabulary
+    drafted = head.ends.token_ids(jnp.arange(head.ends.lm_head.shape[0]))
     for begin in range(0, len(rows), PLACES):
         row, place = rows[begin : begin + PLACES], pairs[begin : begin + PLACES]
         pad = (0, PLACES - len(row))
